@@ -64,7 +64,7 @@ def test_the_constructor_of_ddp_is_put_back(found):
         assert found[rank]["plain constructor"].startswith("torch.")
 
 
-needs_shards = pytest.mark.skipif(not ddp_ranks.HAS_SHARDS, reason="this PyTorch has no fully_shard, or DTensor elsewhere")
+needs_shards = pytest.mark.skipif(not ddp_ranks.HAS_SHARDS, reason="this PyTorch has no fully_shard, or no DTensor")
 
 
 @needs_shards
