@@ -6,9 +6,18 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import stagehand
 from stagehand import _core
+
+try:  # an older PyTorch has them elsewhere, or not at all
+    from torch.distributed import fsdp, tensor
+    from torch.distributed.tensor import parallel
+
+    HAS_SHARDS = hasattr(fsdp, "fully_shard") and hasattr(tensor, "distribute_module")
+except ImportError:
+    HAS_SHARDS = False
 
 D, BLOCKS, STEPS = 64, 6, 4
 
@@ -173,11 +182,79 @@ def refusals(rank: int, world: int) -> dict:
     return found
 
 
+# ---------------------------------------------------------------------- shards beside a managed block
+
+
+def outer(seed=0):
+    """A plain layer, a frozen block, a plain layer."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(D, D), net().requires_grad_(False), nn.Linear(D, D))
+
+
+def manage_middle(model):
+    nbytes = sum(param.nbytes for param in model[1].parameters())
+    stagehand.layer(model[1], vram_budget=nbytes // 2, device=_core.Device("sim", memory_bytes=8 * nbytes))
+
+
+def shard_around(model, mesh):
+    fsdp.fully_shard(model, mesh=mesh, ignored_params=set(model[1].parameters()))
+
+
+def shard_beside(model, mesh):
+    for part in (model[0], model[2]):
+        fsdp.fully_shard(part, mesh=mesh)
+
+
+SHARDED = {"around": shard_around, "beside": shard_beside}
+# Calls of PyTorch that are refused: (of the model with a managed block and a mesh).
+SHARDING = {
+    "fully_shard": lambda model, mesh: fsdp.fully_shard(model, mesh=mesh),
+    "fully_shard of parts": lambda model, mesh: fsdp.fully_shard([model[0], model[1][2]], mesh=mesh),
+    "FullyShardedDataParallel": lambda model, mesh: fsdp.FullyShardedDataParallel(model),
+    "distribute_module": lambda model, mesh: tensor.distribute_module(model, mesh),
+    "parallelize_module": lambda model, mesh: parallel.parallelize_module(
+        model, mesh, {"0": parallel.ColwiseParallel(), "1.2.base": parallel.ColwiseParallel()}),
+}
+
+
+def sharded(name: str, rank: int, world: int) -> list:
+    """The plain layers' weights."""
+    model = outer()
+    manage_middle(model)
+    SHARDED[name](model, init_device_mesh("cpu", (world,)))
+    params = trained_of(model)
+    optimizer = OPTIMIZERS["sgd"](params)
+    for step in range(STEPS):
+        model(batch(step, rank, world)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert stagehand.runtime(model).plan["bytes_per_step"] > 0
+    stagehand.shutdown(model)
+    return [param.full_tensor().detach().clone() for param in params]
+
+
+def refused_shards(world: int) -> dict:
+    """(the error, whether something was changed) by call."""
+    found, mesh = {}, init_device_mesh("cpu", (world,))
+    for name, shards in SHARDING.items():
+        model = outer()
+        manage_middle(model)
+        before = [(id(param), type(param)) for param in model.parameters()], list(map(type, model.modules()))
+        text = refusal(lambda: shards(model, mesh))
+        after = [(id(param), type(param)) for param in model.parameters()], list(map(type, model.modules()))
+        found[name] = text, before != after
+        stagehand.shutdown(model)
+    return found
+
+
 def main(rank: int, world: int, meeting: str, out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     found = {name: run(name, rank, world) for name in CASES}
     found.update(refusals(rank, world))
+    if HAS_SHARDS:
+        found.update((f"sharded {name}", sharded(name, rank, world)) for name in SHARDED)
+        found["shards"] = refused_shards(world)
     torch.save(found, out)
     dist.barrier()
     dist.destroy_process_group()

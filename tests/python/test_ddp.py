@@ -1,4 +1,5 @@
-"""DistributedDataParallel over managed models: two ranks with gloo give what one process gives."""
+"""DistributedDataParallel over managed models, and shards beside them: two ranks with gloo give what one process gives.
+"""
 
 import re
 import subprocess
@@ -61,3 +62,25 @@ def test_all_ranks_refuse(found, name):
 def test_the_constructor_of_ddp_is_put_back(found):
     for rank in range(WORLD):
         assert found[rank]["plain constructor"].startswith("torch.")
+
+
+needs_shards = pytest.mark.skipif(not ddp_ranks.HAS_SHARDS, reason="this PyTorch has no fully_shard, or no DTensor")
+
+
+@needs_shards
+@pytest.mark.parametrize("name", ddp_ranks.SHARDED)
+def test_fully_shard_works_around_and_beside_a_managed_block(found, name):
+    model = ddp_ranks.outer()
+    params = ddp_ranks.trained_of(model)
+    ddp_ranks.by_hand(params, model, ddp_ranks.OPTIMIZERS["sgd"](params), WORLD)
+    for rank in range(WORLD):
+        assert all(torch.equal(mine, param) for mine, param in zip(found[rank][f"sharded {name}"], params, strict=True))
+
+
+@needs_shards
+@pytest.mark.parametrize("name", ddp_ranks.SHARDING)
+def test_shards_of_a_managed_block_are_refused_before_anything_is_changed(found, name):
+    for rank in range(WORLD):
+        text, changed = found[rank]["shards"][name]
+        assert not changed
+        assert re.search(rf"{name.split()[0]}\(\) is refused.*shard of \d.base.weight of Sequential.*shutdown", text)
