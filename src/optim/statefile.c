@@ -55,7 +55,7 @@ sth_status sthi_statefile_open(const char *path, sthi_statefile *out) {
     if (fd < 0 && errno == EEXIST)
         return sthi_fail(
             STH_INVALID_ARGUMENT, "errno", EEXIST, path,
-            "%s: exists already; state_path is a folder, or the name of a file that does not exist", path);
+            "%s: exists already; give a folder as state_path, or the name of a file that does not exist", path);
     if (fd < 0) return fail_errno(path, errno, "make a file for the optimiser's state");
     if (unlink(name)) {
         int err = errno;
@@ -97,13 +97,14 @@ sth_status sthi_statefile_grow(sthi_statefile *file, uint64_t bytes, uint64_t *o
     char want[24];
     if (!sthi_round_up(bytes, REGION_UNIT, &rounded) || !sthi_add_u64(file->bytes, rounded, &end) ||
         end > INT64_MAX)
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, file->path, "%s: a state of %llu bytes is too large",
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, file->path,
+                         "%s: a state of %llu bytes is too large; keep it in memory",
                          file->path, (unsigned long long)bytes);
     sthi_format_size(end, want, sizeof want);
     if (!within_limit(end))
         return sthi_fail(STH_IO, "errno", EFBIG, file->path,
                          "%s: the optimiser's state takes %s, more than this process may write to one file "
-                         "(RLIMIT_FSIZE, ulimit -f)",
+                         "(RLIMIT_FSIZE, ulimit -f); raise that limit",
                          file->path, want);
     int err = rounded ? allocate(file->fd, file->bytes, rounded) : 0;
     if (err)
@@ -126,7 +127,8 @@ sth_status sthi_statefile_read(const sthi_statefile *file, uint64_t offset, void
         if (got < 0 && errno == EINTR) continue;
         if (got < 0) return fail_errno(file->path, errno, "read the optimiser's state");
         if (!got)
-            return sthi_fail(STH_IO, NULL, 0, file->path, "%s: the optimiser's file ends early, at byte %llu",
+            return sthi_fail(STH_IO, NULL, 0, file->path,
+                             "%s: the optimizer's file ends early, at byte %llu; load weights and state again",
                              file->path, (unsigned long long)offset);
         to += got;
         offset += (uint64_t)got;

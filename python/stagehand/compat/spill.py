@@ -208,8 +208,9 @@ class ActivationTransferEngine(NotCopied):
         if not self._max_d2h:
             raise InvalidStateTransitionError("nothing is spilled while _max_d2h is 0: ask can_spill() first")
         if (tuple(tensor.shape), tensor.dtype) != (record.shape, record.dtype):
-            raise InvalidArgumentError(f"the record is of shape {record.shape} and {record.dtype}, not of "
-                                       f"{tuple(tensor.shape)} and {tensor.dtype}", object=str(record.record_id))
+            raise InvalidArgumentError(f"the record is of shape {record.shape} and {record.dtype}, and the "
+                                       f"tensor must be, not {tuple(tensor.shape)} and {tensor.dtype}",
+                                       object=str(record.record_id))
         record.move(ActivationState.SPILLING)
         while not self.can_spill():
             self._spilling[0].completion.synchronize()

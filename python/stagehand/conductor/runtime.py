@@ -83,7 +83,7 @@ class ConductorRuntime(Owning):
     def _refuse_twice(self, runtime) -> None:
         for name, other in self._adapters.items():
             if runtime in (getattr(other, "runtime", None), getattr(other, "optimizer", None)):
-                raise InvalidStateTransitionError(f"it is attached to this conductor already, as {name!r}")
+                raise InvalidStateTransitionError(f"it is attached to this conductor already, as {name!r}: use that")
 
     def _free_name(self, kind: str) -> str:
         found, number = kind, 0

@@ -53,8 +53,8 @@ class Record:
         dtype = None if known is None else getattr(torch, known, None)
         if dtype is None:
             who = "Stagehand does not know" if known is None else f"PyTorch {torch.__version__} does not have"
-            raise CheckpointError(f"{self.name} is of the dtype {self.dtype_name}, which {who}", "UNSUPPORTED",
-                                  self.name)
+            raise CheckpointError(f"{self.name} is of the dtype {self.dtype_name}, which {who}: convert the file",
+                                  "UNSUPPORTED", self.name)
         return dtype
 
 

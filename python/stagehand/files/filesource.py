@@ -140,7 +140,8 @@ class FileSource:
             bindings.append(Binding(want, record))
         if missing and strict:
             raise CheckpointError(
-                f"{self.checkpoint.path} has no tensor for {some_of(missing)}", "NOT_FOUND", missing[0])
+                f"{self.checkpoint.path} has no tensor for {some_of(missing)}: give the file of this model, or build "
+                "the model that the file is of", "NOT_FOUND", missing[0])
         return bindings
 
     def _refuse_codes_alone(self, wanted: list[Wanted]) -> None:

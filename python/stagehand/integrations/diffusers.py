@@ -123,7 +123,7 @@ def offload(pipe: object, vram_budget: Size | None = None, *, device: DeviceLike
     for name, model in models.items():
         others = other_offloading(model)
         if others:
-            raise StagehandError(f"{name} of the pipeline is offloaded already; its remove_all_hooks() ends that"
+            raise StagehandError(f"{name} of the pipeline is offloaded already; call its remove_all_hooks() first"
                                  f"{others}", object=name)
     common = _common_device(device, ceiling)
     turns = Turns(None if ceiling is None else ceiling + _others(common))

@@ -52,7 +52,8 @@ def _invalid(text: str, what: str) -> StagehandError:
 def _dtype(name: str, what: str) -> torch.dtype:
     dtype = getattr(torch, _TORCH_NAMES.get(name, ""), None)
     if dtype is None:
-        raise StagehandError(f"{what} is {name}, which PyTorch {torch.__version__} does not have", object=what)
+        raise StagehandError(f"{what} is {name}, which PyTorch {torch.__version__} does not have: convert it",
+                             object=what)
     return dtype
 
 

@@ -80,7 +80,7 @@ class LayerRuntime(SessionRuntime):
             if not layers:
                 raise ValueError(
                     f"No eligible layers in {type(model).__name__}: nothing of it is a Linear, a convolution or an "
-                    f"embedding, or owns {OWNED_BYTES} bytes of parameters")
+                    f"embedding, or owns {OWNED_BYTES} bytes of parameters: wrap the module that owns the weights")
             kept = budget_bytes(ram_budget, "ram_budget")
             if prefetch_k != 3:
                 warnings.warn("stagehand: prefetch_k has no effect: the planner chooses how far to fetch ahead "
@@ -162,7 +162,7 @@ class LayerRuntime(SessionRuntime):
         """Like shutdown; returns a PinnedPool for the next model: the one that was given, else a new one. A model whose
         weights are all in RAM needs none."""
         if self.session.closed:
-            raise RuntimeError("stagehand: the runtime has been shut down already")
+            raise RuntimeError("stagehand: the runtime has been shut down already; make a new one")
         largest = self.session.largest_unit()
         self.shutdown()
         return self._pool if self._pool is not None else pool_for_next(largest)

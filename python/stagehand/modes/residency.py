@@ -123,7 +123,7 @@ class Residency:
         """The open session of this runtime."""
         session = self._manage()
         if session.closed:
-            raise InvalidStateTransitionError("the runtime has been shut down")
+            raise InvalidStateTransitionError("the runtime has been shut down; make a new one")
         return session
 
     def _into_books(self) -> tuple:

@@ -131,7 +131,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
             for param in group["params"]:
                 self._positions[param] = len(self._positions)
                 if self._settings["stochastic_rounding"] and param.dtype == torch.float16:
-                    raise ValueError(f"stochastic_rounding is for bfloat16, and {self._describe(param)} is float16")
+                    raise ValueError(f"stochastic_rounding is for bfloat16, and {self._describe(param)} is float16: "
+                                     "leave it out")
                 if param.requires_grad:
                     self._take_room(param)
         except BaseException:
@@ -638,7 +639,8 @@ def _check_and_keep_dtypes(optimizer: OffloadedAdamW, state_dict: dict) -> dict:
     """A pre-hook of load_state_dict, the last one. What cannot be used is refused before anything has changed;
     tensors pass through the rest of it as they are."""
     if any(group.get("amsgrad") for group in state_dict["param_groups"]):
-        raise ValueError("the state is of an optimiser with amsgrad, which OffloadedAdamW does not have")
+        raise ValueError("the state is of an optimizer with amsgrad, which OffloadedAdamW does not have: load it into "
+                         "torch.optim.AdamW")
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, param in zip(numbers, params):

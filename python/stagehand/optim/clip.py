@@ -55,7 +55,8 @@ def coefficient(norm: float, max_norm: float) -> float:
 def clip(core: _core.AdamW, grads, max_norm: float, error_if_nonfinite: bool) -> torch.Tensor:
     norm = total_norm(core, grads)
     if error_if_nonfinite and not math.isfinite(norm):
-        raise RuntimeError(f"the total norm of the gradients is {norm}, so they cannot be clipped")
+        raise RuntimeError(f"the total norm of the gradients is {norm}, so they cannot be clipped: call "
+                           "zero_grad() and skip the step")
     factor = coefficient(norm, float(max_norm))
     if factor != 1.0:
         host, others = _parted(grads)

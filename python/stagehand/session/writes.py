@@ -71,7 +71,7 @@ class Writes:
     def _refuse_captured_write(self, module: str, weight: str) -> None:
         if self._session.captures.capturing:
             raise StagehandError(f"the forward of {module} writes {weight}, and the host takes part in that: it cannot "
-                                 "be captured", object=weight)
+                                 "be captured. Write it between passes", object=weight)
 
     def write_back(self, plan: ModulePlan, key: str, copy: torch.Tensor, rounds: bool = False) -> None:
         """A forward wrote into its weight: the master gets the values, and counts one write, so that graphs of before
