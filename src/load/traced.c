@@ -12,7 +12,7 @@
 #include "telemetry/devtime.h"
 
 static const double MB = 1e6;
-static const char AHEAD[] = "fetched ahead of its use, MB";
+static const char AHEAD[] = "prefetched, MB";
 
 /* A unit's bytes have come. */
 typedef struct arrival {

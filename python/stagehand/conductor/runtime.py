@@ -112,7 +112,7 @@ class ConductorRuntime(Owning):
             self._push()
 
     def unregister_adapter(self, name: str) -> None:
-        """Detaches it: its runtime is as it was. Again is fine."""
+        """Detaches it: its runtime is as it was. May be called again."""
         if self.core is None:
             return
         with self._lock:
@@ -327,7 +327,7 @@ class ConductorRuntime(Owning):
     # ------------------------------------------------------------------ the end
 
     def shutdown(self) -> None:
-        """Detaches all adapters; every knob is what it was. Reservations are denied from now on. Again is fine."""
+        """Detaches all adapters; every setting is as before. Later reservations are denied. May be called again."""
         if self.core is None:
             return
         with self._lock:

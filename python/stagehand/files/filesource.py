@@ -371,7 +371,7 @@ class FileSource:
         return self.checkpoint[key]
 
     def close(self) -> None:
-        """Closes the files; bound parameters stay readable: FileWeights keep them open. Again is fine."""
+        """Closes the files; bound parameters stay readable: FileWeights keep them open. May be called again."""
         self._maps.clear()
         if self._map_files:
             self.checkpoint.close()
@@ -385,7 +385,7 @@ class FileSource:
 def _like(want: Wanted, param, data: torch.Tensor):
     """A parameter as `param` with values of its own."""
     if isinstance(param, nn.parameter.UninitializedTensorMixin):
-        raise StagehandError(f"{want.names[0]} is not initialised: run the lazy module once first")
+        raise StagehandError(f"{want.names[0]} is not initialized: run the lazy module once first")
     differentiable = data.is_floating_point() or data.is_complex()
     kind = nn.Parameter if isinstance(param, FileWeight) else type(param)
     new = torch.Tensor._make_subclass(kind, data, param.requires_grad and differentiable)

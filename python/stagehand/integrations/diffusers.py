@@ -29,7 +29,7 @@ from ..weights.guarded import other_offloading
 
 
 class Offloaded(Owning):
-    """A pipeline under management. As a context it ends with its shutdown.
+    """A managed pipeline. As a context it ends with its shutdown.
 
     runtimes: name of the pipeline's component -> its LayerRuntime. moved: components in which nothing can stream, and
     which are on the device as a whole.
@@ -42,7 +42,7 @@ class Offloaded(Owning):
         self.moved: dict[str, torch.nn.Module] = {}
 
     def shutdown(self) -> None:
-        """The pipeline's models are plain again, on the host. Again is fine."""
+        """The pipeline's models are plain again, on the host. May be called again."""
         for runtime in self.runtimes.values():
             runtime.shutdown()
         for model in self.moved.values():

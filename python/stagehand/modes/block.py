@@ -189,7 +189,7 @@ class _Unopened:
             opening.make_way()
 
     def remove(self) -> None:
-        """Again is fine."""
+        """May be called again."""
         self.make_way()
         while self.opening:
             self.opening.pop().remove()
@@ -232,7 +232,7 @@ class StagehandRuntime(SessionRuntime):
             self._pool = pool
             self._own_pool: PinnedPool | None = None
             self._device = device
-            self._target: devices.Target | None = None  # once the model was under management
+            self._target: devices.Target | None = None  # once the model was managed
             self._runs_on: torch.device | None = None  # once somebody asked for it before that
             self._ram_budget = budget_bytes(ram_budget, "ram_budget")
             self._source: FileSource | None = None
@@ -476,7 +476,7 @@ class StagehandRuntime(SessionRuntime):
         return self._telemetry
 
     def shutdown(self) -> None:
-        """The model is plain again, on the host; file-backed weights stay views of their files. Again is fine."""
+        """The model is plain again, on the host; file-backed weights stay views of their files. May be called again."""
         self._may_end()
         with unseen(), self._life:
             if self._ended:

@@ -234,7 +234,7 @@ class Runner(NotCopied):
         return self._core.layer_metrics(index)
 
     def close(self) -> None:
-        """Ends the runner and gives its device memory back. Again is fine."""
+        """Ends the runner and gives its device memory back. May be called again."""
         self._core.close()
 
     def __enter__(self) -> Runner:

@@ -1,4 +1,4 @@
-"""`session`: weights, activations, optimiser and conductor from one configuration, and one context manager for a step.
+"""`session`: weights, activations, optimizer and conductor from one configuration, and one context manager for a step.
 
     with stagehand.session(model, "train.json") as memory:
         for batch in batches:
@@ -207,7 +207,7 @@ class MemorySession(Owning, HasRuntime):
     # ------------------------------------------------------------------ the end
 
     def shutdown(self) -> None:
-        """The model is plain again, on the host. Again is fine. Raises InvalidStateTransitionError inside a step."""
+        """The model is plain again, on the host. May be called again. InvalidStateTransitionError inside a step."""
         if self._passes is not None:
             raise InvalidStateTransitionError("a step is open: shut the session down after it")
         self._closed = True

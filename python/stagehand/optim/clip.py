@@ -16,7 +16,7 @@ _shared: tuple[int, _core.AdamW] | None = None  # of this process
 
 
 def shared_core() -> _core.AdamW:
-    """Threads for callers without an optimiser; started at first use, once in a process."""
+    """Threads for callers without an optimizer; started at first use, once in a process."""
     global _shared
     if _shared is None or _shared[0] != os.getpid():  # threads do not survive a fork
         _shared = os.getpid(), _core.AdamW()

@@ -1,8 +1,8 @@
-"""DistributedDataParallel over a model under management (docs/distributed.md).
+"""DistributedDataParallel over a managed model (docs/distributed.md).
 
 DDP broadcasts all weights from the first rank when it is made, and wants them on devices of one kind. Frozen weights of
 a managed model stream: DDP leaves them out, and ranks compare samples of them. DDP reduces the gradients of trained
-weights. While a model is under management the constructor below asks first.
+weights. While a model is managed the constructor below asks first.
 """
 
 from __future__ import annotations

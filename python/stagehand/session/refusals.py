@@ -1,8 +1,8 @@
 """Calls of other libraries that would offload a managed model a second time are refused before they change anything.
 
 accelerate and diffusers go from model to model and from module to module, and leave their hooks on those that they are
-done with. guarded.py refuses the loss of a weight; by then hooks stand on the modules before it. While a model is under
-management, the functions and methods below look at their arguments first.
+done with. guarded.py refuses the loss of a weight; by then hooks stand on the modules before it. While a model is
+managed, the functions and methods below look at their arguments first.
 """
 
 from __future__ import annotations
