@@ -1,7 +1,7 @@
 """Real models, as people run them: the released libraries' architectures at true size (released.py), held on the card,
 streamed, and offloaded by others, in one process.
 
-usage: real.py [CASE,CASE] [--systems NAME,NAME] [--budgets GB,GB] [--steps N] [--small] [--out FILE]
+usage: real.py [CASE,CASE] [--systems NAME,NAME] [--budgets GB,GB] [--steps N] [--small] [--out FILE] [--trace FOLDER]
 
 CASE: of released.CASES; all of them where none is given. Systems: resident, ours (once for each budget), leaf
 (diffusers' group offloading, leaf level with a stream), model (a pipeline's model offload), accelerate (cpu_offload).
@@ -162,6 +162,12 @@ def rows_of(name: str, case: Case, made, system: str, budget: int | None, args, 
     try:
         for phase, step in case.steps(made, where.torch, args.small).items():
             row = {"setup_s": setup, **measured(step, args.steps, where)}
+            if args.trace and system == "ours":
+                os.makedirs(args.trace, exist_ok=True)
+                place = f"{name}-{budget / 1e9:g}-{phase}".replace(" ", "-")
+                with stagehand.trace(os.path.join(args.trace, f"{place}.json.gz")):
+                    step()
+                    where.synchronize()
             row.update(compared(row["output"], wanted.setdefault(phase, row["output"])))
             del row["output"]
             ring = ring_bytes(made)
@@ -257,6 +263,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--out")
+    parser.add_argument("--trace", help="a folder: one more step of each of our rows is recorded there")
     args = parser.parse_args()
     args.systems = args.systems or ("resident,ours" if args.small else ",".join(SYSTEMS))
     unknown = [*(set(args.cases.split(",")) - set(CASES)), *(set(args.systems.split(",")) - set(SYSTEMS))]

@@ -78,7 +78,8 @@ static int make_uses(forecast *f) {
     for (uint32_t t = 0; t < f->input.use_count; t++) {
         uint32_t u = unit_of_use(f, t);
         double share = (double)f->units.unit[u].bytes / total;
-        f->uses[t] = (sth_plan_use){.unit = u, .compute_ns = (int64_t)(f->compute_ms * 1e6 * share)};
+        f->uses[t] = (sth_plan_use){
+            .unit = u, .compute_ns = f->unit_ns ? f->unit_ns[u] : (int64_t)(f->compute_ms * 1e6 * share)};
     }
     f->input.units = f->plan_units;
     f->input.uses = f->uses;
@@ -86,15 +87,14 @@ static int make_uses(forecast *f) {
 }
 
 /* Where the disk counts, units spread over the order are in RAM, as far as the budget for it goes. */
-static void find_disk(forecast *f) {
-    const forecast_request *r = f->request;
-    if (r->disk_gb_s < 0) return;
-    f->input.disk_bytes_per_s = r->disk_gb_s * 1e9;
-    double owed = 0, share = f->units.bytes ? (double)r->ram_budget / (double)f->units.bytes : 0;
+static void find_disk(forecast *f, uint64_t ram_budget) {
+    if (f->disk_gb_s < 0) return;
+    f->input.disk_bytes_per_s = f->disk_gb_s * 1e9;
+    double owed = 0, share = f->units.bytes ? (double)ram_budget / (double)f->units.bytes : 0;
     for (uint32_t i = 0; i < f->units.count; i++) {
         uint64_t bytes = f->plan_units[i].bytes;
         owed += (share < 1 ? share : 1) * (double)bytes;
-        if (owed >= (double)bytes / 2 && bytes <= r->ram_budget - f->ram_bytes) {
+        if (owed >= (double)bytes / 2 && bytes <= ram_budget - f->ram_bytes) {
             owed -= (double)bytes;
             f->ram_bytes += bytes;
         } else {
@@ -103,16 +103,49 @@ static void find_disk(forecast *f) {
     }
 }
 
+/* ---- a named model on a named card */
+
+#define ASSUMED_DISK_GB_S 3.0 /* a drive behind four lanes of PCIe 3 */
+#define LEAST_RAM_KEPT 4e9    /* as pinning keeps it: docs/hosts.md */
+
+/* Weights that do not fit into RAM, beside what pinning leaves to others, are read from a disk in each step. */
+static uint64_t find_ram(forecast *f) {
+    const forecast_request *r = f->request;
+    double ram = (double)r->ram, kept = ram / 5 > LEAST_RAM_KEPT ? ram / 5 : LEAST_RAM_KEPT;
+    uint64_t room = ram > kept ? (uint64_t)(ram - kept) : 0;
+    f->disk_gb_s = -1;
+    if (!r->ram || room >= f->units.bytes) return 0;
+    f->disk_assumed = r->disk_gb_s < 0;
+    f->disk_gb_s = f->disk_assumed ? ASSUMED_DISK_GB_S : r->disk_gb_s;
+    return room;
+}
+
+static int prepare_named(forecast *f) {
+    const forecast_request *r = f->request;
+    if (!r->budget) f->input.budget = (uint64_t)card_budget(r->card);
+    model_units(r->model, r->card, &f->units, &f->unit_ns);
+    for (uint32_t i = 0; i < f->units.count; i++) f->compute_ms += (double)f->unit_ns[i] / 1e6;
+    f->compute_from = COMPUTE_CARD;
+    f->link_from = r->link_gb_s > 0 ? LINK_GIVEN : LINK_CARD;
+    f->input.link_bytes_per_s = r->link_gb_s > 0 ? r->link_gb_s * 1e9 : card_link(r->card);
+    f->link_pinned = true;
+    take_device(f, "cuda", r->card->title, STH_CAP_RING);
+    int code = make_uses(f);
+    if (code == CLI_OK) find_disk(f, find_ram(f));
+    return code;
+}
+
 int forecast_prepare(const forecast_request *r, forecast *f) {
-    *f = (forecast){.request = r, .backward = strcmp(r->passes, "train") == 0};
+    *f = (forecast){.request = r, .backward = strcmp(r->passes, "train") == 0, .disk_gb_s = r->disk_gb_s};
     sth_plan_input_init(&f->input);
     f->input.budget = r->budget;
+    if (r->card) return prepare_named(f);
     sth_status status = sth_checkpoint_open(r->path, &f->checkpoint);
     if (status != STH_OK) return cli_fail_status(status);
     int code = units_load(f->checkpoint, r->blocks, &f->units);
     if (code == CLI_OK) code = find_compute(f);
     if (code == CLI_OK) code = make_uses(f);
-    if (code == CLI_OK) find_disk(f);
+    if (code == CLI_OK) find_disk(f, r->ram_budget);
     if (code == CLI_OK) code = find_link(f);
     return code;
 }
@@ -169,6 +202,7 @@ void forecast_free(forecast *f) {
     free(f->curve);
     free(f->plan_units);
     free(f->uses);
+    free(f->unit_ns);
     sth_checkpoint_close(f->checkpoint);
     *f = (forecast){0};
 }

@@ -21,6 +21,8 @@ static json_t *units_json(const forecast *f) {
 static json_t *model_json(const forecast *f) {
     json_t *o = json_object();
     json_out_set(o, "path", json_out_text(f->request->path));
+    json_out_set(o, "name", json_out_text(f->request->model ? model_name(f->request->model) : NULL));
+    json_out_set(o, "pass", json_out_text(f->request->model ? model_pass(f->request->model) : NULL));
     json_out_set(o, "bytes", json_out_count(f->units.bytes));
     json_out_set(o, "blocks", json_out_count(f->units.block_count));
     json_out_set(o, "left_out_tensors", json_out_count(f->units.left_out_tensors));
@@ -30,7 +32,7 @@ static json_t *model_json(const forecast *f) {
 }
 
 static json_t *link_json(const forecast *f) {
-    static const char *const sources[] = {"given", "measured", "assumed"};
+    static const char *const sources[] = {"given", "measured", "assumed", "predicted"};
     json_t *o = json_object();
     json_out_set(o, "gb_s", json_out_number(f->input.link_bytes_per_s / 1e9));
     json_out_set(o, "source", json_string(sources[f->link_from]));
@@ -40,7 +42,7 @@ static json_t *link_json(const forecast *f) {
 }
 
 static json_t *compute_json(const forecast *f) {
-    static const char *const sources[] = {"unknown", "given", "telemetry"};
+    static const char *const sources[] = {"unknown", "given", "telemetry", "predicted"};
     json_t *o = json_object();
     json_out_set(o, "ms", json_out_number(f->compute_ms));
     json_out_set(o, "source", json_string(sources[f->compute_from]));
@@ -55,12 +57,38 @@ static json_t *curve_json(const forecast *f) {
     return list ? list : json_null();
 }
 
-void plan_print_json(const forecast *f) {
+static json_t *card_json(const card *c) {
+    if (!c) return json_null();
     json_t *o = json_object();
+    json_out_set(o, "name", json_out_text(c->name));
+    json_out_set(o, "title", json_out_text(c->title));
+    json_out_set(o, "vram", json_out_count((uint64_t)c->vram));
+    json_out_set(o, "pcie", json_out_count((uint64_t)c->pcie));
+    json_out_set(o, "lanes", json_out_count((uint64_t)c->lanes));
+    json_out_set(o, "tflops", json_out_number(c->flops / 1e12));
+    json_out_set(o, "link_share", json_out_number(card_link_share));
+    json_out_set(o, "flops_share", json_out_number(card_flops_share));
+    return o;
+}
+
+static json_t *disk_json(const forecast *f) {
+    if (f->disk_gb_s < 0) return json_null();
+    json_t *o = json_object();
+    json_out_set(o, "gb_s", json_out_number(f->disk_gb_s));
+    json_out_set(o, "source", json_out_text(f->disk_assumed ? "assumed" : "given"));
+    json_out_set(o, "ram_bytes", json_out_count(f->ram_bytes));
+    return o;
+}
+
+json_t *plan_json(const forecast *f) {
+    json_t *o = json_object();
+    json_out_set(o, "predicted", json_boolean(f->request->card != NULL));
+    json_out_set(o, "card", card_json(f->request->card));
     json_out_set(o, "model", model_json(f));
     json_out_set(o, "passes", json_string(f->request->passes));
     if (f->plan) json_out_set(o, "budget", json_out_count(f->input.budget));
     json_out_set(o, "link", link_json(f));
+    json_out_set(o, "disk", disk_json(f));
     json_out_set(o, "compute", compute_json(f));
     if (f->plan) {
         json_out_set(o, "prediction", json_out_prediction(&f->plan->prediction));
@@ -68,5 +96,7 @@ void plan_print_json(const forecast *f) {
         json_out_set(o, "with_1_gib_more", f->more_helps ? json_out_prediction(&f->more) : json_null());
     }
     if (f->curve) json_out_set(o, "curve", curve_json(f));
-    json_out_print(o);
+    return o;
 }
+
+void plan_print_json(const forecast *f) { json_out_print(plan_json(f)); }

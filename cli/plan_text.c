@@ -16,7 +16,10 @@ static double ms(int64_t ns) { return (double)ns / 1e6; }
 static void print_model(const forecast *f) {
     const units *u = &f->units;
     fputs("model     ", stdout);
-    cli_put(stdout, f->request->path);
+    if (f->request->card)
+        printf("%s: %s, %s", model_name(f->request->model), model_source(f->request->model),
+               model_pass(f->request->model));
+    else cli_put(stdout, f->request->path);
     printf("\n          %s in %" PRIu32 " units", cli_size(u->bytes).text, u->count);
     if (u->block_count) printf(" of %" PRIu32 " blocks", u->block_count);
     printf(", the largest %s; used %s in the order of their names\n", cli_size(u->largest).text,
@@ -32,6 +35,9 @@ static void print_link(const forecast *f) {
     printf("link      %.1f GB/s", f->input.link_bytes_per_s / 1e9);
     if (f->link_from == LINK_GIVEN)
         puts(", as given");
+    else if (f->link_from == LINK_CARD)
+        printf(" PREDICTED: PCIe %d x%d, of which %.0f %%\n", f->request->card->pcie, f->request->card->lanes,
+               100 * card_link_share);
     else if (f->link_from == LINK_ASSUMED)
         puts(" ASSUMED: no device was measured; give --link");
     else
@@ -39,15 +45,20 @@ static void print_link(const forecast *f) {
 }
 
 static void print_disk(const forecast *f) {
-    if (f->request->disk_gb_s < 0) return;
-    printf("disk      %.1f GB/s, as given; %s of the weights in RAM\n", f->request->disk_gb_s,
-           cli_size(f->ram_bytes).text);
+    if (f->disk_gb_s < 0) return;
+    printf("disk      %.1f GB/s%s; %s of the weights in RAM\n", f->disk_gb_s,
+           f->disk_assumed ? " ASSUMED: give --disk" : ", as given", cli_size(f->ram_bytes).text);
 }
 
 static void print_compute(const forecast *f) {
     if (f->compute_from == COMPUTE_UNKNOWN) {
         puts("compute   NOT KNOWN and taken as 0: the link alone is predicted; give --compute-ms or "
              "--telemetry");
+        return;
+    }
+    if (f->compute_from == COMPUTE_CARD) {
+        printf("compute   %.1f ms per step, PREDICTED: %.1f TFLOP/s in bf16, of which %.0f %%\n", f->compute_ms,
+               f->request->card->flops / 1e12, 100 * card_flops_share);
         return;
     }
     printf("compute   %.1f ms per step, %s, spread by bytes\n", f->compute_ms,
@@ -140,6 +151,7 @@ int plan_write_svg(const forecast *f, const char *path) {
 }
 
 void plan_print(const forecast *f) {
+    if (f->request->card) printf("card      %s, PREDICTED from public figures\n", f->request->card->title);
     print_model(f);
     if (f->plan) printf("budget    %s\n", cli_size(f->input.budget).text);
     print_link(f);
@@ -151,4 +163,19 @@ void plan_print(const forecast *f) {
         print_more(f);
     }
     if (f->curve) print_curve(f);
+}
+
+void plan_print_line(const forecast *f, bool heading) {
+    const card *c = f->request->card;
+    const sth_prediction *p = &f->plan->prediction;
+    if (heading) {
+        printf("%s, PREDICTED from public figures: link %.1f GB/s, %.1f TFLOP/s in bf16 of which %.0f %%; budget %s\n",
+               c->title, f->input.link_bytes_per_s / 1e9, c->flops / 1e12, 100 * card_flops_share,
+               cli_size(f->input.budget).text);
+        printf("  %-12s %10s %13s %13s  %-11s %s\n", "model", "weights", "compute, ms", "step, ms", "bound by",
+               "of");
+    }
+    printf("  %-12s %10s %13.1f %13.1f  %-11s %s%s\n", model_name(f->request->model), cli_size(f->units.bytes).text,
+           f->compute_ms, ms(p->step_ns), p->bytes_per_step ? cli_bound(p->bound_by) : "compute",
+           model_pass(f->request->model), p->disk_bytes_per_step ? "; read from the disk in part" : "");
 }

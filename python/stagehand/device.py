@@ -186,6 +186,17 @@ def _card(name: str) -> Target:
         return _share(Target(_core.Device(core_name(name))))
 
 
+def is_host(name: str) -> bool:
+    """Whether torch means the host by it: "cpu", or "cpu:1", as accelerate calls it in its second process."""
+    kind, _, number = name.partition(":")
+    return kind == "cpu" and (not number or number.isdecimal())
+
+
+def same(one: torch.device, other: torch.device) -> bool:
+    """Whether tensors of both lie in the same memory."""
+    return one == other or one.type == other.type == "cpu"
+
+
 def resolve(device, budget: int | None) -> Target:
     """The device that a user means. None: CUDA where there is one, otherwise simulated. "cpu" and "sim": the
     simulated device, with `budget` bytes of memory, one for each call. "cuda", "cuda:1", torch.device: that card, as
@@ -198,6 +209,8 @@ def resolve(device, budget: int | None) -> Target:
         device = "cuda" if torch.cuda.is_available() else "sim"
     name = str(device)
     before, plus, base = name.rpartition("+")  # decorators may stand before it
+    if not before and is_host(base):
+        name = base = "cpu"
     if base in ("cpu", "sim"):
         return Target(_core.Device(name, **({} if budget is None else {"memory_bytes": budget})))
     kind, _, number = base.partition(":")

@@ -181,6 +181,55 @@ def test_names_cannot_steer_the_terminal() -> None:
     assert "\x1b" not in done.stdout + done.stderr
 
 
+def named(*words: object) -> dict:
+    done = stagehand("plan", *words, "--json")
+    expect(done, OK)
+    return json.loads(done.stdout)
+
+
+def test_a_named_model_on_a_named_card_is_marked_as_predicted() -> None:
+    told = named("flux", "--card", "rtx4070", "--ram", "32GB")
+    assert told["predicted"] and told["card"]["name"] == "rtx4070" and told["model"]["name"] == "flux"
+    assert told["link"]["source"] == told["compute"]["source"] == "predicted"
+    assert told["link"]["gb_s"] < 32 and told["disk"] is None
+    units = told["model"]["units"]
+    assert sum(unit["bytes"] for unit in units) == told["model"]["bytes"]
+    assert told["prediction"]["resident_bytes"] + told["prediction"]["ring_bytes"] <= told["budget"] < 12 * 1024**3
+    expect(stagehand("plan", "flux", "--card", "rtx4070"), OK, "PREDICTED", "GeForce RTX 4070", "PCIe 4 x16")
+
+
+def test_a_card_alone_lists_all_models() -> None:
+    told = named("--card", "rtx3060", "--ram", "32GB")
+    assert len(told) > 5 and all(plan["predicted"] and plan["prediction"]["step_ms"] > 0 for plan in told)
+    read = {plan["model"]["name"]: plan["disk"] for plan in told}
+    assert read["sdxl"] is None and read["qwen3-moe"]["source"] == "assumed"
+    done = stagehand("plan", "--card", "rtx3060")
+    expect(done, OK, "PREDICTED", *read)
+
+
+def test_a_curve_of_a_named_model() -> None:
+    told = named("llama8b", "--card", "rtx4090", "--curve", "--budget", "8GB")
+    steps = [point["step_ms"] for point in told["curve"]]
+    assert len(steps) > 10 and steps == sorted(steps, reverse=True) and steps[0] > steps[-1]
+
+
+def test_measured_rates_take_the_place_of_the_tables() -> None:
+    told = named("llama8b", "--card", "rtx4090", "--budget", "4GB", "--link", "12.5")
+    assert told["link"] == {**told["link"], "gb_s": 12.5, "source": "given"}
+    assert told["prediction"]["step_ms"] > named("llama8b", "--card", "rtx4090",
+                                                 "--budget", "4GB")["prediction"]["step_ms"]
+
+
+def test_mistakes_with_cards() -> None:
+    expect(stagehand("plan", "--card", "rtx4079"), USAGE, "rtx4079", "did you mean", "rtx3060")
+    expect(stagehand("plan", "fluks", "--card", "rtx4070"), USAGE, "did you mean 'flux'")
+    expect(stagehand("plan", "--card", "rtx4070", "--curve"), USAGE, "name one")
+    expect(stagehand("plan", "flux", "--card", "rtx4070", "--compute-ms", 3), USAGE, "--card")
+    expect(stagehand("plan", model(), "--budget", "1MiB", "--ram", "32GB"), USAGE, "--ram")
+    expect(stagehand("plan", "flux", "--card", "rtx4070", "--budget", "1MiB"), DEVICE, "too small")
+    expect(stagehand("plan"), USAGE, "PATH is missing")
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as made:
         folder = pathlib.Path(made)

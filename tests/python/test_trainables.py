@@ -623,8 +623,7 @@ def test_a_functional_call_moves_no_weight_that_it_stands_for(budgets):
     model, ref = twins()
     stagehand.layer(model, vram_budget=budgets[0], device=device)
     runtime = stagehand.runtime(model)
-    assert alike(train(model, torch.optim.SGD(trained(model), lr=0.1)),
-                 train(ref, torch.optim.SGD(trained(ref), lr=0.1)))
+    assert alike(train(model, OPTIMIZERS["sgd"](trained(model))), train(ref, OPTIMIZERS["sgd"](trained(ref))))
     names = [name for name, p in model.named_parameters() if p.requires_grad][::2]
     runtime.set_vram_budget(budgets[1])
     before = runtime.trainables
@@ -636,8 +635,7 @@ def test_a_functional_call_moves_no_weight_that_it_stands_for(budgets):
                 outs.append(torch.func.functional_call(net, given, (batch(1),)).cpu())
         assert alike(outs[:1], outs[1:])
     assert runtime.trainables.keys() == before.keys()
-    assert alike(train(model, torch.optim.SGD(trained(model), lr=0.1)),
-                 train(ref, torch.optim.SGD(trained(ref), lr=0.1)))
+    assert alike(train(model, OPTIMIZERS["sgd"](trained(model))), train(ref, OPTIMIZERS["sgd"](trained(ref))))
     assert on_device(runtime) == (0 if budgets[1] == 800_000 else 2 * N)
     runtime.shutdown()
     assert all(param.device.type == "cpu" for param in model.parameters())

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from .. import device as devices
 from .. import managed
 from .._torch import torch
 from ..errors import StagehandError
@@ -111,7 +112,7 @@ class StagehandCallback(TrainerCallback):
             model.to("cpu")
             layer(model, **{"device": str(args.device), **self._options})
         runtime = managed.runtime(model)
-        if runtime.device != args.device:
+        if not devices.same(runtime.device, args.device):
             raise StagehandError(f"{runtime.name} runs on {runtime.device} and the Trainer on {args.device}: leave "
                                  f"device= out, or give the Trainer's")
 

@@ -12,6 +12,7 @@ from ..errors import StagehandError
 from ..managed import refuse_second
 from ..owning import Owning
 from ..report import budget_bytes, runtime_stats
+from ..session.ranks import refuse_wrapped
 from ..weights.sharded import refuse_sharded_model
 from .curves import Curve, curve_of
 from .describe import described, report_of, shown
@@ -21,9 +22,10 @@ from .residency import Residency
 @contextlib.contextmanager
 def about_to_wrap(model):
     """Inside it a mode takes the model over, and other threads that would wait. Raises StagehandError
-    where the model is managed already, or is sharded."""
+    where the model is managed already, is sharded, or is in DistributedDataParallel."""
     refuse_second(model)
     refuse_sharded_model(model)
+    refuse_wrapped(model)
     with unseen(), taking_over(model):
         refuse_second(model)  # another thread may have been first
         yield

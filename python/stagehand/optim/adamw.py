@@ -546,7 +546,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         whose gradient came from an earlier backward alone). Refused: max_grad_norm and GradScaler, which need
         all gradients before the first update; step(), zero_grad() and the like inside; a gradient that is accumulated
         twice inside (reentrant checkpoints do that). A graph that reads a weight after that weight's gradient is
-        final fails as after any write in place.
+        final fails as after any write in place. Where torch.distributed runs with several ranks no gradient is final
+        before backward has ended, and step() makes all updates.
 
         When an exception leaves the block, the updates that were submitted are finished first, and the next step()
         does not repeat them; it updates the other parameters that have a gradient. zero_grad() forgets this:
@@ -564,7 +565,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 raise RuntimeError("last_backward() was used already, or a step() failed: call step(), or zero_grad(), "
                                    "before the next")
             owners = {}
-            for number, group in enumerate(self.param_groups):
+            groups = [] if _has_other_ranks() else self.param_groups
+            for number, group in enumerate(groups):
                 _check_group(group, number)
                 owners.update({p: group for p in group["params"] if p.requires_grad and p.is_leaf and flat.on_host(p)})
             self._inside = owners
@@ -655,6 +657,12 @@ def _check_and_keep_dtypes(optimizer: OffloadedAdamW, state_dict: dict) -> dict:
         for key, entry in state_dict["state"].items()
     }  # fmt: skip
     return {**state_dict, "state": kept}
+
+
+def _has_other_ranks() -> bool:
+    """Whether the gradients of other processes may be added to this one's."""
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _check_group(group: dict, number: int) -> None:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import copy
 
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from .._torch import torch
 from ..errors import InvalidStateTransitionError, StagehandError
 from ..managed import runtime_of
@@ -56,9 +58,28 @@ def effect(fn, session, module: nn.Module) -> tuple[str, dict]:
             return ELSE, {}
         if after.dtype != before.dtype:
             converts = True
-        elif after is not probe and after.device == before.device:
+        elif after is not probe and after.device == before.device and not _is_to(fn, before):
             return ELSE, {}
     return (CONVERTS if converts else KEEPS), dtypes
+
+
+class _Operators(TorchDispatchMode):
+    """Lists what runs inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.add(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_to(fn, probe: torch.Tensor) -> bool:
+    """Whether it is `.to(device)`. That copies for "cpu:1", as accelerate calls the host of its second process."""
+    with torch.no_grad(), _Operators() as operators:
+        fn(probe)
+    return operators.seen == {torch.ops.aten._to_copy.default}
 
 
 def _moves_off(fn, probe: torch.Tensor, device: torch.device) -> bool:

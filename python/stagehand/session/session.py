@@ -39,7 +39,7 @@ from ..weights.leased import MASTER, device_copy
 from ..weights.listed import Listed
 from ..weights.saved import SAVING
 from ..weights.units import DLPACK, Unit
-from . import ending, optimizers, ranks, registrations
+from . import ending, optimizers, registrations
 from .advice import advised
 from .answers import Answer
 from .captures import Captures
@@ -76,7 +76,6 @@ class Session(NotCopied):
     def __init__(self, model, targets, *, budget, target, dtype=None, inference_mode=False, options=None,
                  source=None, map_embeddings=True, transfer=None, name=None, finding=None,
                  trainables="host") -> None:
-        ranks.refuse_wrapped(model)
         self.model = model
         self.name = name or type(model).__name__
         self.finding = finding

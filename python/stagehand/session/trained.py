@@ -7,6 +7,7 @@ before a pass, and while no backward can reach it.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 from .. import _core
@@ -67,6 +68,7 @@ class Trained:
         self._due = False  # it is to be decided again
         self._lacked = 0  # the budget in which leases needed the room of gradients and states
         self._link = 0.0  # bytes/s, measured; 0: not known
+        self._reducers: weakref.WeakSet = weakref.WeakSet()  # DistributedDataParallel that has buckets for them
 
     # ------------------------------------------------------------------ deciding
 
@@ -81,6 +83,19 @@ class Trained:
     def seen(self, entry) -> None:
         """A weight that streams is used with a gradient, for the first time."""
         self._due = self._due or entry.name not in self._homes
+
+    def stay_for(self, reducer) -> None:
+        """No weight changes its home while this object lives."""
+        self._reducers.add(reducer)
+
+    def bring_home(self, params: list) -> None:
+        """Weights, of these, that live on the device live on the host from now on, if no backward can reach them. Under
+        the step lock."""
+        wanted = {id(param) for param in params}
+        units = [unit for unit in self.idle if any(id(entry.param) in wanted for entry in unit.entries)]
+        if units and not self._session.stay.away and not self._is_reached():
+            self._to_host(units)
+            self._homes.update((entry.name, "ROOM") for unit in units for entry in unit.entries)
 
     def budget_changed(self) -> None:
         """The session's budget is another one."""
@@ -131,9 +146,10 @@ class Trained:
                 for name, home in self._homes.items()}
 
     def _is_reached(self) -> bool:
-        """Whether a graph can reach the weights, or functional_call has others in their places."""
+        """Whether a graph can reach the weights, DistributedDataParallel has buckets for them, or functional_call has
+        others in their places."""
         steps, plans = self._session.steps, self._session.plans.values()
-        return bool(steps.passing or steps.backwards or steps.graphs_alive()
+        return bool(self._reducers or steps.passing or steps.backwards or steps.graphs_alive()
                     or any(owner.lends_it() for owners in self._owners.values() for owner in owners)
                     or any(_is_for_a_call(plan.masters, key) for plan in plans for key in plan.replaced))
 
