@@ -3,6 +3,7 @@
 
 #include "base/error.h"
 #include "optim/adamw.h"
+#include "telemetry/ranges.h"
 
 static sth_status null_argument(const char *function, const char *what) {
     return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "%s needs %s", function, what);
@@ -15,6 +16,7 @@ void sth_adamw_options_init(sth_adamw_options *out_options) {
 sth_status sth_adamw_create(const sth_adamw_options *options, sth_adamw **out_adamw) {
     if (!options || !out_adamw)
         return null_argument("sth_adamw_create", "options and a place for the result");
+    sthi_ranges_attach();
     return sthi_adamw_create(options, out_adamw);
 }
 void sth_adamw_destroy(sth_adamw *adamw) { sthi_adamw_destroy(adamw); }

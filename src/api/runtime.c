@@ -24,6 +24,7 @@ sth_status sth_runtime_create(sth_device *device, const sth_runtime_options *opt
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "options",
                          "options were not set up by sth_runtime_options_init of this version");
     if (!out_runtime) return null_argument("out_runtime");
+    sthi_ranges_attach();
     return sthi_runtime_create(device, options, out_runtime);
 }
 
@@ -45,30 +46,30 @@ sth_status sth_runtime_seal(sth_runtime *runtime) {
 }
 sth_status sth_step_begin(sth_runtime *runtime) {
     STHI_TRY(sthi_runtime_usable(runtime));
-    int64_t begun = sthi_timeline_mark();
+    sthi_mark begun = sthi_timeline_mark("step begin", runtime->name);
     sth_status rc = sthi_step_begin(runtime);
     sthi_timeline_since(begun, STHI_TRACK_CALL, runtime->name, "step begin", 0);
     return rc;
 }
 sth_status sth_step_pause(sth_runtime *runtime) {
     STHI_TRY(sthi_runtime_usable(runtime));
-    int64_t begun = sthi_timeline_mark();
+    sthi_mark begun = sthi_timeline_mark("step pause", runtime->name);
     sth_status rc = sthi_step_pause(runtime);
     sthi_timeline_since(begun, STHI_TRACK_CALL, runtime->name, "step pause", 0);
     return rc;
 }
 sth_status sth_step_end(sth_runtime *runtime) {
     STHI_TRY(sthi_runtime_usable(runtime));
-    int64_t begun = sthi_timeline_mark();
+    sthi_mark begun = sthi_timeline_mark("step end", runtime->name);
     sth_status rc = sthi_step_end(runtime);
     sthi_timeline_since(begun, STHI_TRACK_CALL, runtime->name, "step end", 0);
     return rc;
 }
 
-static sth_status acquire_recorded(sth_runtime *runtime, uint32_t unit, sth_stream stream, sth_lease *out_lease) {
-    int64_t begun = sthi_timeline_mark();
-    sth_status rc = sthi_unit_acquire(runtime, unit, stream, out_lease);
+static sth_status acquire_watched(sth_runtime *runtime, uint32_t unit, sth_stream stream, sth_lease *out_lease) {
     const char *name = unit < runtime->unit_count ? runtime->units[unit].name : "?";
+    sthi_mark begun = sthi_timeline_mark("acquire", name);
+    sth_status rc = sthi_unit_acquire(runtime, unit, stream, out_lease);
     sthi_timeline_since(begun, STHI_TRACK_CALL, runtime->name, name, 0);
     return rc;
 }
@@ -76,7 +77,7 @@ static sth_status acquire_recorded(sth_runtime *runtime, uint32_t unit, sth_stre
 sth_status sth_unit_acquire(sth_runtime *runtime, uint32_t unit, sth_stream stream, sth_lease *out_lease) {
     if (!runtime || !out_lease) return null_argument("runtime or out_lease");
     STHI_TRY(sthi_runtime_usable(runtime));
-    if (sthi_timeline_on()) return acquire_recorded(runtime, unit, stream, out_lease);
+    if (sthi_onlookers()) return acquire_watched(runtime, unit, stream, out_lease);
     return sthi_unit_acquire(runtime, unit, stream, out_lease);
 }
 

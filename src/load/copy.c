@@ -6,6 +6,7 @@
 #include "load/interval.h"
 #include "load/lanes.h"
 #include "state/state.h"
+#include "telemetry/ranges.h"
 
 enum { RUN_MAX = 32 << 20 };
 
@@ -23,8 +24,8 @@ static sth_status copy_by_lane(sth_runtime *rt, sthi_lane *lane, uint32_t unit, 
     return rc;
 }
 
-sth_status sthi_copy_bytes(sth_runtime *rt, uint32_t unit, sth_devptr to, const uint8_t *from, uint64_t bytes,
-                           sth_stream stream) {
+static sth_status copy_bytes(sth_runtime *rt, uint32_t unit, sth_devptr to, const uint8_t *from, uint64_t bytes,
+                             sth_stream stream) {
     sthi_lane *lane = stream == rt->copies.demand_stream ? rt->copies.demand_lane : rt->copies.lane;
     if (lane && rt->graph.state != STHI_GRAPH_CAPTURING) { /* when a graph is launched is not known here */
         STHI_TRY(copy_by_lane(rt, lane, unit, to, from, bytes, stream));
@@ -41,6 +42,16 @@ sth_status sthi_copy_bytes(sth_runtime *rt, uint32_t unit, sth_devptr to, const 
     }
     rt->current.h2d_bytes += (double)bytes;
     return STH_OK;
+}
+
+/* A profiler shows the copy on the device under the range in which it was enqueued. */
+sth_status sthi_copy_bytes(sth_runtime *rt, uint32_t unit, sth_devptr to, const uint8_t *from, uint64_t bytes,
+                           sth_stream stream) {
+    bool ranged = sthi_onlookers() & STHI_PROFILED;
+    if (ranged) sthi_range_push("copy", rt->units[unit].name);
+    sth_status rc = copy_bytes(rt, unit, to, from, bytes, stream);
+    if (ranged) sthi_range_pop();
+    return rc;
 }
 
 sth_stream sthi_copies_on(const sth_runtime *rt, int32_t slot) {

@@ -12,7 +12,8 @@
 #include "telemetry/devtime.h"
 
 static const double MB = 1e6;
-static const char AHEAD[] = "fetched ahead of its use, MB";
+static const double MIB = 1048576;
+static const char AHEAD[] = "fetched ahead of its use, MB", RING[] = "in the ring, MiB";
 
 /* A unit's bytes have come. */
 typedef struct arrival {
@@ -20,6 +21,13 @@ typedef struct arrival {
     uint64_t arrow;
     uint32_t unit;
 } arrival;
+
+/* A unit's bytes have come into the ring, or its last use of a load has ended. */
+typedef struct ring_event {
+    int64_t at_ns;
+    uint32_t unit;
+    bool comes;
+} ring_event;
 
 typedef struct tracer {
     sth_runtime *rt;
@@ -29,6 +37,8 @@ typedef struct tracer {
     uint32_t count;
     uint64_t *arrows;  /* [units] */
     uint64_t ahead;    /* bytes that have come and are not used yet */
+    ring_event *ring;  /* [ring_count] */
+    uint32_t ring_count;
 } tracer;
 
 void sthi_trace_prepare(sth_runtime *rt, sthi_timed_step *t) {
@@ -60,6 +70,56 @@ static void count(const tracer *w, const char *name, int64_t at_ns, double value
     sthi_timeline_counter(w->rt->name, name, at_ns, value);
 }
 
+/* ---- the ring */
+
+/* The plan by which the step's uses were served; NULL: it was not followed from end to end, or is gone. */
+static const sth_plan *plan_of(const tracer *w) {
+    const sth_runtime *rt = w->rt;
+    const sthi_timed_step *t = w->t;
+    bool same = t->whole && t->plan == rt->planned.count && t->epoch == rt->order.epoch && t->uses == rt->order.count;
+    return same ? rt->planned.plan : NULL;
+}
+
+static void note_ring(tracer *w, int64_t at_ns, uint32_t unit, bool comes) {
+    if (w->ring) w->ring[w->ring_count++] = (ring_event){at_ns, unit, comes};
+}
+
+/* What leaves makes room for what comes. */
+static int by_ring_time(const void *a, const void *b) {
+    const ring_event *x = a, *y = b;
+    if (x->at_ns != y->at_ns) return x->at_ns > y->at_ns ? 1 : -1;
+    return (int)x->comes - (int)y->comes;
+}
+
+/* Units that leave before they come in this step were in the ring at its begin. */
+static uint64_t ring_at_first(const tracer *w, uint8_t *inside) {
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < w->ring_count; i++) {
+        const ring_event *e = &w->ring[i];
+        if (!e->comes && !inside[e->unit]) bytes += w->rt->units[e->unit].bytes;
+        inside[e->unit] = e->comes;
+    }
+    return bytes;
+}
+
+static void count_ring(const tracer *w) {
+    uint8_t *inside = w->ring && w->ring_count ? sthi_zalloc(w->rt->unit_count, 1) : NULL;
+    if (!inside) return;
+    qsort(w->ring, w->ring_count, sizeof *w->ring, by_ring_time);
+    uint64_t bytes = ring_at_first(w, inside);
+    count(w, RING, w->base_ns, (double)bytes / MIB);
+    memset(inside, 0, w->rt->unit_count);
+    for (uint32_t i = 0; i < w->ring_count; i++) {
+        const ring_event *e = &w->ring[i];
+        uint64_t own = w->rt->units[e->unit].bytes;
+        if (e->comes && inside[e->unit]) continue;
+        bytes = e->comes ? bytes + own : bytes - own;
+        inside[e->unit] = e->comes;
+        count(w, RING, e->at_ns, (double)bytes / MIB);
+    }
+    sthi_free(inside);
+}
+
 /* ---- copies */
 
 static void copy_part(tracer *w, const sthi_timed_copy *c, int64_t begin, int64_t end, uint64_t bytes) {
@@ -69,6 +129,7 @@ static void copy_part(tracer *w, const sthi_timed_copy *c, int64_t begin, int64_
     if (c->last) {
         s.arrow_from = sthi_timeline_arrow();
         w->arrivals[w->count++] = (arrival){.at_ns = end, .arrow = s.arrow_from, .unit = c->unit};
+        if (!c->demand && !u->resident) note_ring(w, end, c->unit, true);
     }
     sthi_timeline_slice(&s);
 }
@@ -129,6 +190,9 @@ static void use(tracer *w, uint32_t i, const sthi_use_time *took, uint32_t *next
         w->ahead -= u->bytes < w->ahead ? u->bytes : w->ahead;
         count(w, AHEAD, begin, (double)w->ahead / MB);
     }
+    const sth_plan *plan = plan_of(w);
+    uint32_t load = plan ? plan->use_load[i] : STH_NONE;
+    if (load != STH_NONE && plan->loads[load].last_use == i) note_ring(w, end, use->unit, false);
     if (took->gap < 1) return;
     sthi_slice gap = slice_of(w, STHI_TRACK_COMPUTE, "other work", end, end + (int64_t)took->gap);
     sthi_timeline_slice(&gap);
@@ -165,6 +229,7 @@ void sthi_trace_step(sth_runtime *rt, const sthi_timed_step *t, const sthi_use_t
         sthi_free(w.arrivals);
         return;
     }
+    if (plan_of(&w)) w.ring = sthi_alloc((t->copies + t->uses) * sizeof *w.ring);
     for (uint32_t i = 0; i < rt->unit_count; i++)
         if (w.arrows[i]) w.ahead += rt->units[i].bytes;
     uint32_t next = 0;
@@ -172,6 +237,8 @@ void sthi_trace_step(sth_runtime *rt, const sthi_timed_step *t, const sthi_use_t
     qsort(w.arrivals, w.count, sizeof *w.arrivals, by_time);
     for (uint32_t i = 0; i < t->uses; i++) use(&w, i, &times[i], &next);
     arrive(&w, &next, INT64_MAX);
+    count_ring(&w);
     whole(&w);
+    sthi_free(w.ring);
     sthi_free(w.arrivals);
 }

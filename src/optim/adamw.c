@@ -224,7 +224,7 @@ static sthi_adamw_piece cut(const sth_adamw_update *u, uint64_t piece) {
 }
 
 static void update(const update_job *self, const sthi_adamw_piece *part) {
-    int64_t begun = sthi_timeline_mark();
+    sthi_mark begun = sthi_timeline_mark("optimizer", "AdamW");
     sthi_adamw_run(self->adamw->kernels, &self->step, part);
     uint64_t bytes = part->n * sthi_optim_size(part->param_dtype);
     sthi_timeline_since(begun, STHI_TRACK_OPTIMIZER, "optimizer", "AdamW", bytes);

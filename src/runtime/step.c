@@ -26,6 +26,7 @@
 #include "runtime/timing.h"
 #include "runtime/writes.h"
 #include "state/state.h"
+#include "telemetry/ranges.h"
 
 enum { WRITES_AGAIN = 16 };
 
@@ -52,6 +53,7 @@ sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit) {
     rt->current.step = (double)rt->step.number;
     if (rt->program.waits) sthi_program_reset(rt);
     rt->step.open = true;
+    rt->telemetry.range = sthi_range_start("step", rt->name);
     rt->step.implicit = implicit;
     sthi_epoch_begin(rt);
     rt->step.deviated = !rt->program.on;
@@ -180,6 +182,8 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     for (uint32_t i = 0; i < rt->unit_count; i++)
         rt->units[i].used_before = sthi_used_in_step(&rt->units[i], rt->step.number);
     rt->step.open = rt->step.paused = false;
+    sthi_range_end(rt->telemetry.range);
+    rt->telemetry.range = 0;
     sthi_note_step(rt, false);
     rt->step.number++;
     rt->leases.peak[rt->step.number % STHI_PEAK_STEPS] = rt->leases.bytes;

@@ -67,5 +67,6 @@ typedef struct sthi_step_records {
     sthi_error_copy error;   /* of its file; the end of the step says it */
     sthi_message *news;      /* for the log, until a caller's thread takes them along (runtime/news.c) */
     struct sthi_top_place *top; /* in the live view; NULL: not in it */
+    uint64_t range;          /* of the open step, for a profiler; 0: there is none */
 } sthi_step_records;
 #endif

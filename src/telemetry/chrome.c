@@ -26,11 +26,6 @@ typedef struct writer {
     bool failed, begun;
 } writer;
 
-static const char *const track_texts[] = {
-#define TEXT(name, text, thread) text,
-    STHI_TRACK_LIST(TEXT)
-#undef TEXT
-};
 static const bool track_of_thread[] = {
 #define THREAD(name, text, thread) thread,
     STHI_TRACK_LIST(THREAD)
@@ -97,7 +92,7 @@ static void put_slice(writer *w, const sthi_recorded *e) {
     quote(w->r->texts[e->name], name);
     event(w);
     put(w, "{\"ph\":\"X\",\"pid\":%u,\"tid\":%ld,\"ts\":%.3f,\"dur\":%.3f,\"name\":%s,\"cat\":\"%s\",\"args\":{",
-        process(e), thread(w, e), us(w, e->begin_ns), (double)e->duration_ns / 1e3, name, track_texts[e->track]);
+        process(e), thread(w, e), us(w, e->begin_ns), (double)e->duration_ns / 1e3, name, sthi_track_text(e->track));
     if (e->step >= 0) put(w, "\"step\":%" PRId64 "%s", e->step, e->bytes ? "," : "");
     if (e->bytes) put(w, "\"bytes\":%" PRIu64, e->bytes);
     put(w, "}}");
@@ -136,7 +131,7 @@ static void put_names(writer *w, uint8_t *seen, uint64_t first) {
         if (e->track == STHI_COUNTER_TRACK) continue;
         bool host = track_of_thread[e->track];
         uint8_t *own = of + 1 + (host ? STHI_TRACK_COUNT + e->thread : e->track);
-        const char *name = host ? r->threads[e->thread].name : track_texts[e->track];
+        const char *name = host ? r->threads[e->thread].name : sthi_track_text(e->track);
         if (!*own) put_name(w, process(e), thread(w, e), "thread_name", name);
         *own = 1;
     }

@@ -24,8 +24,6 @@ enum {
     THREADS = 1024
 };
 
-atomic_bool sthi_timeline_active;
-
 static sthi_mutex lock = {PTHREAD_MUTEX_INITIALIZER};
 static sthi_recording *current;
 static atomic_uint_fast64_t arrows;
@@ -141,9 +139,18 @@ void sthi_timeline_counter(const char *source, const char *name, int64_t at_ns, 
     sthi_unlock(&lock);
 }
 
-void sthi_timeline_since(int64_t begin_ns, sthi_track track, const char *source, const char *name, uint64_t bytes) {
-    if (!begin_ns) return;
-    sthi_slice slice = {.track = track, .source = source, .name = name, .begin_ns = begin_ns,
+sthi_mark sthi_timeline_mark_watched(const char *what, const char *name) {
+    unsigned by = sthi_onlookers();
+    sthi_mark mark = {by & STHI_RECORDED ? sthi_timeline_now() : 0, by & STHI_PROFILED};
+    if (mark.pushed) sthi_range_push(what, name);
+    return mark;
+}
+
+void sthi_timeline_since_watched(sthi_mark mark, sthi_track track, const char *source, const char *name,
+                                 uint64_t bytes) {
+    if (mark.pushed) sthi_range_pop();
+    if (!mark.begin_ns) return;
+    sthi_slice slice = {.track = track, .source = source, .name = name, .begin_ns = mark.begin_ns,
                         .end_ns = sthi_timeline_now(), .bytes = bytes, .step = -1};
     sthi_timeline_slice(&slice);
 }
@@ -201,7 +208,7 @@ sth_status sthi_timeline_begin(const sth_timeline_options *o) {
         r->begun_ns = sthi_timeline_now();
         r->first_arrow = sthi_timeline_arrow();
         current = r;
-        atomic_store_explicit(&sthi_timeline_active, true, memory_order_relaxed);
+        atomic_fetch_or_explicit(&sthi_onlooker_bits, STHI_RECORDED, memory_order_relaxed);
         r = NULL;
     }
     sthi_unlock(&lock);
@@ -213,7 +220,7 @@ sth_status sthi_timeline_end(uint64_t *out_lost) {
     sthi_lock(&lock);
     sthi_recording *r = current;
     current = NULL;
-    atomic_store_explicit(&sthi_timeline_active, false, memory_order_relaxed);
+    atomic_fetch_and_explicit(&sthi_onlooker_bits, ~STHI_RECORDED, memory_order_relaxed);
     sthi_unlock(&lock);
     if (!r) return sthi_fail(STH_INVALID_STATE, NULL, 0, "timeline", "nothing is being recorded");
     if (out_lost) *out_lost = r->count > r->cap ? r->count - r->cap : 0;

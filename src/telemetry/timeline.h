@@ -4,33 +4,12 @@
  * Times are nanoseconds of the system's clock (CLOCK_REALTIME), which torch.profiler's traces use too. */
 #ifndef STHI_TELEMETRY_TIMELINE_H
 #define STHI_TELEMETRY_TIMELINE_H
-#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 
 #include "stagehand/timeline.h"
-
-/* X(name, text, of a thread): tracks. Those of threads have one line for each thread. */
-#define STHI_TRACK_LIST(X)                       \
-    X(STEPS, "steps", false)                     \
-    X(COMPUTE, "compute", false)                 \
-    X(COPY_UP, "copies up", false)               \
-    X(COPY_DEMAND, "copies up, on demand", false) \
-    X(EXPAND, "decoding on the device", false)   \
-    X(COPY_DOWN, "copies down", false)           \
-    X(SPILL, "spills", false)                    \
-    X(RESTORE, "restores", false)                \
-    X(READ, "disk", true)                        \
-    X(STAGE, "staging", true)                    \
-    X(DECODE, "decoding", true)                  \
-    X(CALL, "host call", true)                   \
-    X(OPTIMIZER, "optimizer", true)
-typedef enum sthi_track {
-#define STHI_TRACK_ENUM(name, text, thread) STHI_TRACK_##name,
-    STHI_TRACK_LIST(STHI_TRACK_ENUM)
-#undef STHI_TRACK_ENUM
-        STHI_TRACK_COUNT
-} sthi_track;
+#include "telemetry/ranges.h"
+#include "telemetry/tracks.h"
 
 typedef struct sthi_slice {
     sthi_track track;
@@ -42,11 +21,7 @@ typedef struct sthi_slice {
     int64_t step;        /* -1: of none */
 } sthi_slice;
 
-extern atomic_bool sthi_timeline_active;
-
-static inline bool sthi_timeline_on(void) {
-    return atomic_load_explicit(&sthi_timeline_active, memory_order_relaxed);
-}
+static inline bool sthi_timeline_on(void) { return sthi_onlookers() & STHI_RECORDED; }
 
 int64_t sthi_timeline_now(void);
 uint64_t sthi_timeline_arrow(void); /* a number that no other arrow has */
@@ -56,10 +31,25 @@ void sthi_timeline_slice(const sthi_slice *slice);
 /* A counter's value from a time on. */
 void sthi_timeline_counter(const char *source, const char *name, int64_t at_ns, double value);
 
-/* A slice of the calling thread: 0 while nothing is recorded. */
-static inline int64_t sthi_timeline_mark(void) { return sthi_timeline_on() ? sthi_timeline_now() : 0; }
-/* Its end; nothing where it began with 0. */
-void sthi_timeline_since(int64_t begin_ns, sthi_track track, const char *source, const char *name, uint64_t bytes);
+/* What the calling thread does: a slice of a recording, and a range of a profiler. */
+typedef struct sthi_mark {
+    int64_t begin_ns; /* 0: nothing was recorded then */
+    bool pushed;      /* a range has begun */
+} sthi_mark;
+
+sthi_mark sthi_timeline_mark_watched(const char *what, const char *name);
+/* what: "acquire", "disk"; with the name it is the range's text. */
+static inline sthi_mark sthi_timeline_mark(const char *what, const char *name) {
+    return sthi_onlookers() ? sthi_timeline_mark_watched(what, name) : (sthi_mark){0, false};
+}
+
+void sthi_timeline_since_watched(sthi_mark mark, sthi_track track, const char *source, const char *name,
+                                 uint64_t bytes);
+/* Its end, on the same thread. */
+static inline void sthi_timeline_since(sthi_mark mark, sthi_track track, const char *source, const char *name,
+                                       uint64_t bytes) {
+    if (mark.begin_ns || mark.pushed) sthi_timeline_since_watched(mark, track, source, name, bytes);
+}
 
 void sthi_timeline_options_init(sth_timeline_options *options);
 sth_status sthi_timeline_begin(const sth_timeline_options *options);

@@ -132,6 +132,19 @@ def test_tracks_and_counters_have_their_names(inference):
     assert any(value > 0 for _, value in trace.counter("link, GB/s"))
     assert trace.counter("memory of the process, MB")[0][1] > 10
     assert min(value for _, value in trace.counter("fetched ahead of its use, MB")) >= 0
+
+
+def test_the_ring_is_counted_within_its_size(tmp_path):
+    model = stagehand.layer(stack(), vram_budget=BUDGET, device="sim")
+    passes(model, 8)  # the plan is followed from end to end
+    with stagehand.trace(tmp_path / "run.json"):
+        passes(model, 3)
+    ring = runtime(model).plan["ring_bytes"] / 2**20
+    stagehand.shutdown(model)
+    trace = Trace(tmp_path / "run.json")
+    values = [value for _, value in trace.counter("in the ring, MiB")]
+    assert len(values) > len(trace.slices("steps"))
+    assert min(values) >= 0 and 0 < max(values) <= ring * 1.001
     assert trace.file["stagehand"] == 1 and trace.file["lost"] == 0
 
 

@@ -85,8 +85,8 @@ static void what_began_before_is_left_out(void **state) {
     json_t *all;
     int64_t before = sthi_timeline_now() - 1;
     assert_int_equal(open_for(1024), STH_OK);
-    sthi_timeline_since(before, STHI_TRACK_CALL, "host", "early", 0);
-    sthi_timeline_since(0, STHI_TRACK_CALL, "host", "unmarked", 0);
+    sthi_timeline_since((sthi_mark){before, false}, STHI_TRACK_CALL, "host", "early", 0);
+    sthi_timeline_since((sthi_mark){0, false}, STHI_TRACK_CALL, "host", "unmarked", 0);
     sthi_timeline_counter("host", "early", before, 1);
     put("model", "in time", 0);
     assert_int_equal(sthi_timeline_end(NULL), STH_OK);
@@ -101,7 +101,7 @@ static void what_began_before_is_left_out(void **state) {
 /* What came in when nothing was recorded is nowhere. */
 static void without_a_recording_nothing_happens(void **state) {
     (void)state;
-    assert_int_equal(sthi_timeline_mark(), 0);
+    assert_int_equal(sthi_timeline_mark("what", "name").begin_ns, 0);
     put("model", "lost", 0);
     assert_int_equal(sthi_timeline_end(NULL), STH_INVALID_STATE);
 }
@@ -167,7 +167,7 @@ enum { THREADS = 4, EACH = 2000 };
 
 static void *record(void *arg) {
     for (int i = 0; i < EACH; i++) {
-        int64_t begun = sthi_timeline_mark();
+        sthi_mark begun = sthi_timeline_mark("optimizer", arg);
         sthi_timeline_since(begun, STHI_TRACK_OPTIMIZER, "optimizer", arg, 8);
     }
     return NULL;

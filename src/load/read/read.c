@@ -44,13 +44,14 @@ sth_status sthi_read_slab(sth_runtime *rt, uint32_t unit, uint64_t begin, uint64
     count_reads(rt, 1);
     if (from_store) (void)sthi_store_next(rt, unit, &store, &next);
     sthi_unlock(&rt->lock);
-    int64_t begun = sthi_timeline_mark();
+    sthi_track track = track_of(rt, u, from_file || from_store);
+    sthi_mark begun = sthi_timeline_mark(sthi_track_text(track), u->name);
     uint8_t *to = sthi_pool_slab_address(rt->slabs.pool, slab);
     if (store) sthi_store_expect(store, next);
     *out_shift = 0;
     sth_status rc = from_store ? sthi_store_chunk(u, begin, bytes, to)
                                : sthi_read_source(rt, unit, fetcher, begin, bytes, to, out_shift);
-    sthi_timeline_since(begun, track_of(rt, u, from_file || from_store), rt->name, u->name, bytes);
+    sthi_timeline_since(begun, track, rt->name, u->name, bytes);
     sthi_lock(&rt->lock);
     count_reads(rt, -1);
     if (rc == STH_OK && (from_file || from_store)) sthi_keep_chunk(rt, u, begin, bytes, to + *out_shift);
