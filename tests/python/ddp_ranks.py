@@ -164,11 +164,11 @@ def refusals(rank: int, world: int) -> dict:
         return text
 
     found = {"other weights": ddp_of(managed(seed=rank)),}
-    model = managed(trainables=("auto", "host")[rank], share=0.8)
+    model = managed(trainables=("auto", "host")[rank % 2], share=0.8)
     held = model(batch(0, rank, world)).sum()  # its backward may come: weights stay where they are
     found["other homes"] = ddp_of(model)
     del held
-    found["other budgets"] = ddp_of(managed(share=(0.5, 6.0)[rank]))
+    found["other budgets"] = ddp_of(managed(share=(0.5, 6.0)[rank % 2]))
     own = dist.get_backend_config
     if rank == 1:
         dist.get_backend_config = lambda group: "cuda:nccl"
