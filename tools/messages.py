@@ -45,7 +45,7 @@ def _arguments(text: str, at: int) -> list[tuple[str, str]]:
 
 def of_c() -> list[Message]:
     found = []
-    for path in sorted((ROOT / "src").rglob("*.c")):
+    for path in sorted((ROOT / "src").rglob("*.[ch]")):
         text = path.read_text()
         for call in CALL.finditer(text):
             place = f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, call.start()) + 1}"

@@ -6,17 +6,17 @@
  * The store never holds device memory: its caller does, under the number of a record, and does what the
  * store says. A record is one storage, whatever sees it.
  *
- *        save           spill               let go                restore            arrive
+ *        save           spill               dropped               restore            arrive
  *   ---> KEPT ------> SPILLING ----------> SPILLED <----------- RESTORING ------> RESTORED
- *         |^  asked for   |                  ^ the device's copy is let go of         |
+ *         |^  asked for   |                  ^ the device's copy is dropped           |
  *         |+--------------+                  +----------------------------------------+
  *         +-------------> DROPPED <---------------------------> RESTORED
- *           recomputable,         recomputed; its bytes are let go of
- *           let go of
+ *           recomputable,         recomputed; its bytes are dropped
+ *           dropped
  *   Any of them ends by sth_activation_release.
  *
  * Order on the device is by events alone; nothing waits on the host but what is said to. Device memory may be
- * let go of when the store says so: by then its copy is done, or the caller's stream waits for it, so that
+ * dropped when the store says so: by then its copy is done, or the caller's stream waits for it, so that
  * whatever that stream does with the memory next comes after the copy.
  *
  * Choice: above `high` the record is spilled that was saved first and is needed last, until what
@@ -114,7 +114,7 @@ STH_API sth_status sth_activation_save(sth_activation *activation, uint64_t byte
 STH_API sth_status sth_activation_recomputable(sth_activation *activation, sth_record record);
 
 /* held: somebody besides the caller has the record's memory. A copy might miss what is written
- * there later, and letting go would free nothing: the record is not chosen until this is called
+ * there later, and dropping it would free nothing: the record is not chosen until this is called
  * again with false. Records begin not held; a caller that cannot know asks when a record is
  * chosen. INVALID_STATE where it is not KEPT. */
 STH_API sth_status sth_activation_set_held(sth_activation *activation, sth_record record,
@@ -136,12 +136,12 @@ STH_API sth_status sth_activation_relieve(sth_activation *activation, uint64_t u
 
 /* KEPT -> SPILLING: enqueues the copy of the record's bytes from `source` behind `stream`. On an
  * error the record stays KEPT and is not chosen again; OUT_OF_HOST_MEMORY and the device's.
- * `source` must stay until the record is to be let go of. Blocks: while host memory is taken and
+ * `source` must stay until the record is to be dropped. Blocks: while host memory is taken and
  * pinned. Allocates: host memory. */
 STH_API sth_status sth_activation_spill(sth_activation *activation, sth_record record,
                                         sth_devptr source, sth_stream stream);
 
-/* KEPT -> DROPPED, of a recomputable record: let go of what lies there. INVALID_STATE. */
+/* KEPT -> DROPPED, of a recomputable record: its bytes there are dropped. INVALID_STATE. */
 STH_API sth_status sth_activation_drop(sth_activation *activation, sth_record record);
 
 /* Backward asks for a record: its place in the order is noted. *out_state is its state now; one
@@ -165,11 +165,11 @@ STH_API sth_status sth_activation_arrive(sth_activation *activation, sth_record 
 /* DROPPED -> RESTORED: the caller holds the bytes again. */
 STH_API sth_status sth_activation_recomputed(sth_activation *activation, sth_record record);
 /* Nobody asks for the record any more but another backward. RESTORING, RESTORED -> SPILLED or
- * DROPPED: the device's copy may be let go of; `stream` waits for its copy if need be. One that
+ * DROPPED: the device's copy may be dropped; `stream` waits for its copy if need be. One that
  * is KEPT is the first to be spilled. */
 STH_API sth_status sth_activation_let_go(sth_activation *activation, sth_record record,
                                          sth_stream stream);
-/* Ends a record, in any case; what the caller holds of it may be let go of: `stream` waits for
+/* Ends a record, in any case; the caller's references may be dropped: `stream` waits for
  * copies under way. On an error they could not be waited for: what the caller holds has to stay
  * until sth_activation_destroy. */
 STH_API sth_status sth_activation_release(sth_activation *activation, sth_record record,

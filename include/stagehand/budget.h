@@ -7,7 +7,7 @@
  *
  * The advice knows modules and their weights, and no order of uses: the planner (plan.h) plans with
  * the order, later. The advice counts the worst that modules can do:
- * - A weight streams as a part of a unit. Neighbours of one module and one kind are one unit.
+ * - A weight streams as a part of a unit. Neighbors of one module and one kind are one unit.
  * - A call of a module leases all weights that the module owns. While a module inside runs, the
  *   lease of the outer one goes on, wherever in memory it lies: what is free lies apart then.
  * - Small weights stay on the device as far as 1/8 of the budget holds them, and as far as the
@@ -46,7 +46,7 @@ enum {
 
 typedef struct sth_budget_weight {
     uint64_t bytes;  /* on the device; multiple of 512 */
-    uint32_t module; /* whose unit it is in; weights of one module are neighbours */
+    uint32_t module; /* whose unit it is in; weights of one module are neighbors */
     uint32_t kind;   /* any number: weights of different kinds are in different units */
     uint32_t flags;  /* STH_WEIGHT_ bits */
     /* How it crosses packed: the whole tensor as one segment. Read are encoding, dtype, rows, cols,
@@ -105,7 +105,7 @@ STH_API sth_status sth_budget_advise(const sth_budget_model *model, uint64_t bud
                                      sth_budget_advice **out_advice);
 STH_API void sth_budget_advice_destroy(sth_budget_advice *advice); /* NULL is fine */
 
-/* The budget with which the model, wrapped anew, has `room` bytes for places: more of it goes to
+/* The budget with which the model, wrapped again, has `room` bytes for places: more of it goes to
  * small weights and larger pieces. Returns, Allocates: as sth_budget_advise. */
 STH_API sth_status sth_budget_with_room(const sth_budget_model *model, uint64_t room,
                                         uint64_t *out_budget);

@@ -131,7 +131,7 @@ STH_API sth_status sth_conductor_unregister(sth_conductor *conductor, uint32_t o
 
 /* ---- phases */
 
-/* A step begins, whatever the last phase was: hints and counters begin anew, what was shrunk
+/* A step begins, whatever the last phase was: hints and counters begin again, what was shrunk
  * grows back. */
 STH_API sth_status sth_conductor_begin_step(sth_conductor *conductor, uint64_t step);
 /* FORWARD, BACKWARD or OPTIMIZER. The phase that is there already: nothing, *out_changed is false.
@@ -265,7 +265,7 @@ STH_API sth_status sth_activation_set_conductor(sth_activation *activation,
                                                 sth_conductor *conductor);
 STH_API sth_status sth_download_set_conductor(sth_download *download, sth_conductor *conductor);
 
-/* Static policy: units fetched ahead from now on; 0 is none. */
+/* Static policy: units prefetched from now on; 0 is none. */
 STH_API sth_status sth_runtime_set_prefetch_window(sth_runtime *runtime, uint32_t units);
 /* Static policy: of them at most so many are under way at once, from their request to the end of
  * their copy; 0: no limit, as at first. A unit that is waited for is loaded in any case. */

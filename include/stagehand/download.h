@@ -7,7 +7,7 @@
  *   region 0 (touched and registered as one piece)    region 1
  *   | block in use | free | block in use |            | block in use      | free |
  *   A block is the smallest free range that is large enough; ranges that come back join their free
- *   neighbours. Regions stay until the download is destroyed, so that a steady state allocates nothing.
+ *   neighbors. Regions stay until the download is destroyed, so that a steady state allocates nothing.
  *
  * Above the pinning limit regions are pageable: copies into them are slower and may block their
  * caller, they are never wrong and never an error.

@@ -10,7 +10,7 @@
  *
  * A graph holds the step's copies from host images into the ring, and reads residents where they are. It
  * begins with an empty ring and leaves one behind, so that replays and ordinary steps follow each other in
- * any order. Images are read anew by each replay. docs/graphs.md says what makes a graph stale and what it
+ * any order. Images are read again by each replay. docs/graphs.md says what makes a graph stale and what it
  * costs.
  *
  * Unless a function says otherwise: Threads: one, the same from prepare to settle, and from a replay's

@@ -107,7 +107,7 @@ STH_API sth_status sth_adamw_submit(sth_adamw *adamw, const sth_adamw_update *up
                                     uint64_t *out_ticket);
 /* Waits for one update, or with 0 for all that were submitted, and returns how it ended; for
  * several the first failure, which is then forgotten. After IO (state in a file) the parameter
- * and its state are updated in part: load both anew. Returns IO, INVALID_STATE (in a child
+ * and its state are updated in part: load both again. Returns IO, INVALID_STATE (in a child
  * process). Blocks: until done. */
 STH_API sth_status sth_adamw_wait(sth_adamw *adamw, uint64_t ticket);
 

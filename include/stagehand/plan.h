@@ -59,7 +59,7 @@ typedef struct sth_plan_input {
     uint64_t chunk_bytes;     /* a copy may start in pieces of this size. Default 8 MiB */
     uint64_t ring_granularity;/* ring sizes are multiples of this. Default 512 */
     bool ring_mapped_twice;   /* a load may wrap round the end of the ring */
-    uint32_t held_at_once;    /* neighbouring uses whose units are held together. Default 1 */
+    uint32_t held_at_once;    /* neighboring uses whose units are held together. Default 1 */
     /* at which units FROM_DISK are read; 0: as fast as is wanted. Default 0 */
     double disk_bytes_per_s;
     uint64_t read_ahead_bytes; /* that may be read before the link takes them. Default 64 MiB */

@@ -64,7 +64,7 @@ STH_API const char *sth_pool_warning(const sth_pool *pool);
 STH_API uint32_t sth_pool_slabs_for(const sth_pool *pool, uint64_t bytes);
 
 /* Takes sth_pool_slabs_for(pool, bytes) slabs, together, into out_slabs[0..capacity), waiting
- * for them if need be. The slabs are not neighbours. On failure nothing is taken and the outputs
+ * for them if need be. The slabs are not neighbors. On failure nothing is taken and the outputs
  * are not touched. Returns INVALID_ARGUMENT (bytes is 0, capacity too small),
  * OUT_OF_PINNED_MEMORY (more than the whole pool), SHUT_DOWN (also for callers that wait when
  * the pool shuts down), DEVICE_ERROR (runtimes hold the slabs for copies, and the device fails

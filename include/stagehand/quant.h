@@ -41,7 +41,7 @@ typedef enum sth_quant_format {
 } sth_quant_format;
 
 /* How a weight W [out, in] is encoded. q: codes, s: scales, L: lora_up x lora_down^T (float32,
- * summed over the rank in ascending order), H: the normalised Sylvester Hadamard matrix, in
+ * summed over the rank in ascending order), H: the normalized Sylvester Hadamard matrix, in
  * blocks of `hadamard` inputs. X(name, text) */
 #define STH_ENCODING_LIST(X)                       \
     X(INT8_ROW, "int8-row")                        /* (q - zero point) s, one s for each row */            \

@@ -165,7 +165,7 @@ typedef struct sth_budget_verdict {
     uint64_t others;    /* bytes: the most that the rest of the process had */
     uint64_t margin, reserve; /* bytes that are left free on top */
     uint64_t growths, shrinks; /* of the cap, so far */
-    bool reset_peak;    /* the framework's peak is to begin anew, once the budget is set */
+    bool reset_peak;    /* the framework's peak is to begin again, once the budget is set */
 } sth_budget_verdict;
 
 /* Takes a reading of the device's memory and says what the runtime may have. If the reading has no

@@ -96,7 +96,7 @@ STH_API sth_status sth_rows_acquire(sth_rows *rows, uint32_t table, const void *
                                     uint32_t count, uint32_t per_token, sth_stream stream,
                                     void *out_ids, sth_rows_lease *out_lease);
 
-/* Ends a lease: its slots are filled anew behind what `stream` has by now. STALE for one that has
+/* Ends a lease: its slots are filled again behind what `stream` has by now. STALE for one that has
  * ended. */
 STH_API sth_status sth_rows_release(sth_rows *rows, const sth_rows_lease *lease, sth_stream stream);
 

@@ -11,7 +11,7 @@
  * release the place holds the unit and nothing else may write there. Copies run on streams of the
  * runtime's own; ordering is done by events on the device, so neither acquire nor release waits for the
  * device. The first step runs on a guessed order and is recorded; from the second on the order is known
- * and planned (plan.h). A step that deviates is served on demand, stays correct, and is planned anew.
+ * and planned (plan.h). A step that deviates is served on demand, stays correct, and is planned again.
  *
  * Unless a function says otherwise: Threads: any, at once. Blocks: no, but for the runtime's lock, which a
  * thread that ends a step or changes the plan may hold while the device finishes copies. Allocates: no. In a forked
@@ -80,7 +80,7 @@ typedef struct sth_runtime_options {
                                   while it holds others. Default 0: what the planner needs for the largest one */
     const char *name;          /* of the model, for messages; copied. NULL: "model" */
     sth_policy policy;         /* default STH_POLICY_PLANNED */
-    uint32_t prefetch_window;  /* static policy: units fetched ahead. Default 3 */
+    uint32_t prefetch_window;  /* static policy: units prefetched. Default 3 */
     uint64_t high_watermark;   /* static policy: bytes, counted as the budget is. If the next missing unit would take
                                   more, units are evicted down to the low one. 0, or above the budget: the budget */
     uint64_t low_watermark;    /* static policy: bytes, counted as the budget is, less than the high one. 0: 3/4 of the
@@ -220,7 +220,7 @@ STH_API sth_status sth_runtime_poll(sth_runtime *runtime);
 /* Gathers what is free: all device memory of the places becomes one piece, in which units that
  * are leased one after the other, and held together, fit where their sum does. For when acquire
  * says that there is no room though there should be. They come on demand then; the plan is made
- * anew when the step ends. Does nothing while anything is leased. bytes: at least needed of it.
+ * again when the step ends. Does nothing while anything is leased. bytes: at least needed of it.
  * Returns OUT_OF_DEVICE_MEMORY, SHUT_DOWN, DEVICE_ERROR. Threads: any. Blocks: for the work on
  * what is there. */
 STH_API sth_status sth_runtime_gather(sth_runtime *runtime, uint64_t bytes);
@@ -234,7 +234,7 @@ STH_API sth_status sth_unit_mark_written(sth_runtime *runtime, uint32_t unit);
  * where the runtime stages something already). After seal. A unit of a checkpoint is not read
  * from its files any more, and is WATCHED. `host` is the master of a packed unit with a host
  * image; the caller keeps that memory. The old image is not read any more when the call returns;
- * its arena is let go of. The copy on the device is renewed before its next use. Returns
+ * its arena is freed. The copy on the device is renewed before its next use. Returns
  * INVALID_ARGUMENT, SHUT_DOWN, and UNSUPPORTED for a unit that is packed in its file, and when
  * the image would have to be staged and the runtime has no slabs; all then stays as it was.
  * Threads: any. Blocks: for copies and reads under way. */
@@ -272,7 +272,7 @@ STH_API uint64_t sth_runtime_missing_budget(sth_runtime *runtime, int64_t now_ns
 STH_API sth_status sth_runtime_ask_again(sth_runtime *runtime, int64_t now_ns);
 
 /* These units are aside from now on (STH_UNIT_ASIDE), or no more. Between steps, or in one that is
- * paused, which ends. The order is guessed anew: that in which units were added. Places follow at
+ * paused, which ends. The order is guessed again: that in which units were added. Places follow at
  * once where nothing is leased, else with the plan of a later step's end. If the budget does not
  * hold units that come back, the next plan fails. Returns INVALID_ARGUMENT, INVALID_STATE inside a
  * step or before seal, SHUT_DOWN; what sth_step_end returns. Threads: any. Blocks: as sth_step_end.
@@ -366,7 +366,7 @@ typedef struct sth_runtime_stats {
     uint64_t mapped_bytes;     /* since seal, by mapped host memory */
     uint64_t d2h_bytes;        /* since seal, as counted by the caller */
     uint64_t copies;           /* loads issued since seal */
-    /* of them, by one copy with the load before: neighbouring small units */
+    /* of them, by one copy with the load before: neighboring small units */
     uint64_t joined_copies;
     uint64_t demand_loads;     /* loads that no plan had issued in time */
     uint64_t evictions;

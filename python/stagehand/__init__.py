@@ -1,6 +1,6 @@
 """Stagehand: run PyTorch models that are larger than the GPU's memory.
 
-    model = stagehand.layer(model, vram_budget="8GB")     # one line, no knobs
+    model = stagehand.layer(model, vram_budget="8GB")     # one line, no settings
     out = model(inputs)                                   # as before
     stagehand.runtime(model).stats                        # bytes, copies, times
     stagehand.shutdown(model)                             # a plain model again, on the host

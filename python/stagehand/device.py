@@ -121,7 +121,7 @@ class Target(NotCopied):
         return not self.simulated and torch.cuda.is_current_stream_capturing()
 
     def begin_peak(self) -> None:
-        """The allocator's peak begins anew."""
+        """The allocator's peak begins again."""
         if not self.simulated and torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats(self.torch)
 
@@ -146,7 +146,7 @@ class Target(NotCopied):
         return free + account["occupied"] - account["primary"] - account["secondary"] - account["kept"]
 
 
-_cards = threading.Lock()  # of whoever opens one
+_cards = threading.Lock()  # of threads that open one
 os.register_at_fork(after_in_child=_cards._at_fork_reinit)
 _shared = weakref.WeakValueDictionary()  # (process, "cuda:0") -> Target: models on one card know of each other
 

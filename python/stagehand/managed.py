@@ -1,4 +1,4 @@
-"""Which models are under management: the attributes that keep their runtimes, and the conductors that hear of it."""
+"""Which models are managed: the attributes that keep their runtimes, and the conductors that hear of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def runtime_of(model):
 
 
 def _managed_inside(model) -> list:
-    """Runtimes of the models under management that a module is or holds, from the outside in."""
+    """Runtimes of the managed models that a module is or holds, from the outside in."""
     return [found for found in map(runtime_of, model.modules()) if found is not None]
 
 
@@ -34,7 +34,7 @@ def runtime(model: torch.nn.Module):
     """The runtime that manages a model: a LayerRuntime or a StagehandRuntime.
 
     model: as it was wrapped, or a module around it, such as a PeftModel or the result of torch.compile.
-    Raises StagehandError where nothing in it is under management, or more than one model is; TypeError where it is no
+    Raises StagehandError where nothing in it is managed, or more than one model is; TypeError where it is no
     module. Any thread.
     """
     check_module(model)
@@ -52,9 +52,9 @@ def runtime(model: torch.nn.Module):
 
 def shutdown(model: torch.nn.Module) -> None:
     """Ends the management of a model, and of all models inside it: they are plain again, on the host, with the values
-    that they have now. A model that is not under management stays as it is.
+    that they have now. A model that is not managed stays as it is.
 
-    Raises StagehandError inside a call of the model, and for a part of a model that is under management as a whole;
+    Raises StagehandError inside a call of the model, and for a part of a model that is managed as a whole;
     TypeError where it is no module. Not from two threads at once.
     """
     check_module(model)
@@ -66,7 +66,7 @@ def shutdown(model: torch.nn.Module) -> None:
 
 
 def _refuse_part(model: torch.nn.Module, call: str) -> None:
-    """StagehandError where a module is a part of a model under management."""
+    """StagehandError where a module is a part of a managed model."""
     for session in sessions.opened():
         if any(part is model for part in session.model.modules()):
             whole = type(session.model).__name__

@@ -29,7 +29,7 @@ def budget_bytes(value, name: str) -> int | None:
 def runtime_stats(session) -> dict:
     """Counters of the core, the units' records, and the newest step's metrics."""
     if session.core is None:
-        raise StagehandError("the runtime was never opened")
+        raise StagehandError("the runtime was never opened: run a step, or call prepare(), first")
     stats = session.core.stats() if not session.closed else dict(session.last_stats)
     if not session.closed:
         stats["units"] = [session.core.unit_stats(u.index) for u in session.units if u.index >= 0]

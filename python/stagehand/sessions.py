@@ -37,7 +37,7 @@ def add(session) -> None:
 
 
 def discard(session) -> None:
-    """It has closed, or could not be opened. Again is fine."""
+    """It has closed, or could not be opened. May be called again."""
     _open.discard(session)
     _named.discard(session)
 

@@ -604,7 +604,7 @@ static sth_status copy_out(sth_activation *a, const sthi_slab *slab, sth_devptr 
 static sth_status spill(sth_activation *a, record *r, sth_devptr source, sth_stream stream) {
     sthi_slab *slab = NULL;
     if (r->state != STH_ACTIVATION_KEPT) return wrong_state(r, "spilled");
-    if (a->closed) return sthi_fail(STH_SHUT_DOWN, NULL, 0, "activation", "the store was closed: nothing is spilled");
+    if (a->closed) return sthi_fail(STH_SHUT_DOWN, NULL, 0, "activation", "the store was closed; make a new one");
     unplan(a, r); /* on a failure too: it is not tried again */
     give_slab(a, r); /* of an earlier copy, which the new one comes behind */
     STHI_TRY(sthi_slabs_take(a->slabs, r->bytes, &slab));

@@ -28,7 +28,7 @@ static sth_status check(const sth_budget_model *m) {
 sth_status sth_budget_advise(const sth_budget_model *model, uint64_t budget, sth_budget_advice **out_advice) {
     if (!model || !out_advice)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL,
-                         "sth_budget_advise needs a model and a place for the advice");
+                         "sth_budget_advise needs a model and an address for the advice");
     STHI_TRY(check(model));
     return sthi_budget_advise(model, sthi_segment_piece, budget, out_advice);
 }
@@ -38,7 +38,7 @@ void sth_budget_advice_destroy(sth_budget_advice *advice) { sthi_budget_advice_d
 sth_status sth_budget_with_room(const sth_budget_model *model, uint64_t room, uint64_t *out_budget) {
     if (!model || !out_budget)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL,
-                         "sth_budget_with_room needs a model and a place for the budget");
+                         "sth_budget_with_room needs a model and an address for the budget");
     STHI_TRY(check(model));
     return sthi_budget_with_room(model, sthi_segment_piece, room, out_budget);
 }

@@ -13,7 +13,7 @@ uint32_t sth_dtype_bits(sth_dtype dtype) { return sthi_dtype_bits(dtype); }
 sth_status sth_checkpoint_open(const char *path, sth_checkpoint **out_checkpoint) {
     if (!path || !*path || !out_checkpoint)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL,
-                         "sth_checkpoint_open needs a path that is not empty and a place for the result");
+                         "sth_checkpoint_open needs a path that is not empty and an address for the result");
     return sthi_checkpoint_open(path, out_checkpoint);
 }
 
@@ -67,7 +67,7 @@ const char *sth_read_way_name(sth_read_way way) {
 sth_status sth_checkpoint_file_way(sth_checkpoint *checkpoint, uint32_t file, sth_file_way *out_way) {
     if (!checkpoint || !out_way || file >= checkpoint->file_count)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL,
-                         "sth_checkpoint_file_way needs a checkpoint, one of its files and a place for the result");
+                         "sth_checkpoint_file_way needs a checkpoint, one of its files and an address for the result");
     sthi_access access;
     sthi_access_open(&checkpoint->files[file], &access);
     sthi_access_describe(&access, out_way);

@@ -15,7 +15,7 @@ void sth_adamw_options_init(sth_adamw_options *out_options) {
 
 sth_status sth_adamw_create(const sth_adamw_options *options, sth_adamw **out_adamw) {
     if (!options || !out_adamw)
-        return null_argument("sth_adamw_create", "options and a place for the result");
+        return null_argument("sth_adamw_create", "options and an address for the result");
     sthi_ranges_attach();
     return sthi_adamw_create(options, out_adamw);
 }
@@ -26,16 +26,16 @@ const char *sth_adamw_kernels(const sth_adamw *adamw) { return adamw ? sthi_adam
 sth_status sth_adamw_state_create(sth_adamw *adamw, uint64_t count, sth_dtype moment_dtype, bool master,
                                   sth_adamw_state *out_state) {
     if (!adamw || !out_state)
-        return null_argument("sth_adamw_state_create", "an optimiser and a place for the result");
+        return null_argument("sth_adamw_state_create", "an optimizer and an address for the result");
     return sthi_adamw_state_create(adamw, count, moment_dtype, master, out_state);
 }
 sth_status sth_adamw_state_read(sth_adamw *adamw, sth_adamw_state state, sth_adamw_part part, void *memory) {
-    if (!adamw || !memory) return null_argument("sth_adamw_state_read", "an optimiser and memory");
+    if (!adamw || !memory) return null_argument("sth_adamw_state_read", "an optimizer and memory");
     return sthi_adamw_state_read(adamw, state, part, memory);
 }
 sth_status sth_adamw_state_write(sth_adamw *adamw, sth_adamw_state state, sth_adamw_part part,
                                  const void *memory) {
-    if (!adamw || !memory) return null_argument("sth_adamw_state_write", "an optimiser and memory");
+    if (!adamw || !memory) return null_argument("sth_adamw_state_write", "an optimizer and memory");
     return sthi_adamw_state_write(adamw, state, part, memory);
 }
 uint64_t sth_adamw_file_bytes(sth_adamw *adamw) { return adamw ? sthi_adamw_file_bytes(adamw) : 0; }
@@ -56,19 +56,19 @@ void sth_adamw_update_init(sth_adamw_update *out_update) {
     };
 }
 sth_status sth_adamw_submit(sth_adamw *adamw, const sth_adamw_update *update, uint64_t *out_ticket) {
-    if (!adamw || !update) return null_argument("sth_adamw_submit", "an optimiser and an update");
+    if (!adamw || !update) return null_argument("sth_adamw_submit", "an optimizer and an update");
     return sthi_adamw_submit(adamw, update, out_ticket);
 }
 sth_status sth_adamw_wait(sth_adamw *adamw, uint64_t ticket) {
-    return adamw ? sthi_adamw_wait(adamw, ticket) : null_argument("sth_adamw_wait", "an optimiser");
+    return adamw ? sthi_adamw_wait(adamw, ticket) : null_argument("sth_adamw_wait", "an optimizer");
 }
 
 sth_status sth_adamw_sum_squares(sth_adamw *adamw, const sth_grad *grads, size_t count, double *out_sum) {
     if (!adamw || (count && !grads) || !out_sum)
-        return null_argument("sth_adamw_sum_squares", "an optimiser, gradients and a place for the result");
+        return null_argument("sth_adamw_sum_squares", "an optimizer, gradients and an address for the result");
     return sthi_adamw_sum_squares(adamw, grads, count, out_sum);
 }
 sth_status sth_adamw_scale(sth_adamw *adamw, const sth_grad *grads, size_t count, double factor) {
-    if (!adamw || (count && !grads)) return null_argument("sth_adamw_scale", "an optimiser and gradients");
+    if (!adamw || (count && !grads)) return null_argument("sth_adamw_scale", "an optimizer and gradients");
     return sthi_adamw_scale(adamw, grads, count, factor);
 }

@@ -13,7 +13,7 @@ const char *sth_bound_name(sth_bound bound) { return sthi_bound_name(bound); }
 sth_status sth_plan_create(const sth_plan_input *input, sth_plan **out_plan) {
     if (!input || !out_plan)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL,
-                         "sth_plan_create needs an input and a place for the plan");
+                         "sth_plan_create needs an input and an address for the plan");
     return sthi_plan_create(input, out_plan);
 }
 
@@ -23,7 +23,7 @@ sth_status sth_plan_predict(const sth_plan_input *input, const sth_plan *plan,
                             sth_prediction *out_prediction) {
     if (!input || !plan || !out_prediction)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL,
-                         "sth_plan_predict needs an input, a plan and a place for the prediction");
+                         "sth_plan_predict needs an input, a plan and an address for the prediction");
     return sthi_plan_predict(input, plan, out_prediction);
 }
 

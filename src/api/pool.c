@@ -15,7 +15,7 @@ static sth_status usable(const sth_pool *pool) {
 
 sth_status sth_pool_create(sth_device *device, uint64_t total_bytes, uint64_t slab_bytes, uint64_t alignment,
                            sth_pool **out_pool) {
-    if (!out_pool) return no_argument("sth_pool_create", "a place for the result");
+    if (!out_pool) return no_argument("sth_pool_create", "an address for the result");
     return sthi_pool_create(device, total_bytes, slab_bytes, alignment, out_pool);
 }
 
@@ -36,7 +36,7 @@ uint32_t sth_pool_slabs_for(const sth_pool *pool, uint64_t bytes) {
 sth_status sth_pool_acquire(sth_pool *pool, uint64_t bytes, sth_slab *out_slabs, uint32_t capacity,
                             uint32_t *out_count) {
     if (!pool || !out_slabs || !out_count)
-        return no_argument("sth_pool_acquire", "a pool and places for the slabs and their number");
+        return no_argument("sth_pool_acquire", "a pool and addresses for the slabs and their number");
     STHI_TRY(usable(pool));
     return sthi_pool_acquire(pool, bytes, out_slabs, capacity, out_count);
 }
@@ -44,7 +44,7 @@ sth_status sth_pool_acquire(sth_pool *pool, uint64_t bytes, sth_slab *out_slabs,
 sth_status sth_pool_try_acquire(sth_pool *pool, uint64_t bytes, sth_slab *out_slabs, uint32_t capacity,
                                 uint32_t *out_count) {
     if (!pool || !out_slabs || !out_count)
-        return no_argument("sth_pool_try_acquire", "a pool and places for the slabs and their number");
+        return no_argument("sth_pool_try_acquire", "a pool and addresses for the slabs and their number");
     STHI_TRY(usable(pool));
     return sthi_pool_try_acquire(pool, bytes, out_slabs, capacity, out_count);
 }
@@ -62,7 +62,7 @@ sth_status sth_pool_release(sth_pool *pool, const sth_slab *slabs, uint32_t coun
 }
 
 sth_status sth_pool_stats_get(sth_pool *pool, sth_pool_stats *out_stats) {
-    if (!pool || !out_stats) return no_argument("sth_pool_stats_get", "a pool and a place for the result");
+    if (!pool || !out_stats) return no_argument("sth_pool_stats_get", "a pool and an address for the result");
     STHI_TRY(usable(pool));
     sthi_pool_stats_get(pool, out_stats);
     return STH_OK;

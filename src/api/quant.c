@@ -15,7 +15,7 @@ const char *sth_quant_part_name(sth_quant_part part) { return sthi_quant_part_na
 static sth_status check_path(const char *path, sth_quant **out_slab) {
     if (path && *path && out_slab) return STH_OK;
     return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL,
-                     "opening a slab needs a path that is not empty and a place for the result");
+                     "opening a slab needs a path that is not empty and an address for the result");
 }
 
 sth_status sth_quant_open(const char *path, sth_quant **out_slab) {
@@ -90,7 +90,7 @@ sth_status sth_quant_segments(sth_quant *slab, const sth_quant_layer *layer, sth
     if (!inout_segments || !inout_ranges || packed_offset % 512)
         return sthi_fail(
             STH_INVALID_ARGUMENT, NULL, 0, layer->name,
-            "the segments of a layer need places for their counts, and an offset that is a multiple of 512");
+            "the segments of a layer need addresses for their counts, and an offset that is a multiple of 512");
     return sthi_quant_segments(slab, layer, dtype, place_offset, packed_offset, piece_bytes, segments, inout_segments,
                                ranges, inout_ranges, out_packed_end);
 }

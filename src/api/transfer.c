@@ -17,7 +17,7 @@ sth_status sth_transfer_layout(const sth_segment *tensors, uint32_t count, uint6
                                uint32_t capacity, uint32_t *out_count, uint64_t *out_packed_bytes) {
     if (!tensors || !count || !out_count || !out_packed_bytes)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL,
-                         "sth_transfer_layout needs tensors and places for the results");
+                         "sth_transfer_layout needs tensors and addresses for the results");
     return sthi_segments_layout(tensors, count, piece_bytes, segments, capacity, out_count, out_packed_bytes);
 }
 
@@ -26,7 +26,7 @@ sth_status sth_transfer_fit(const sth_segment *tensors, uint32_t count, uint64_t
                             uint64_t *out_packed_bytes) {
     if (!tensors || !count || (segments && !place) || !out_count || !out_packed_bytes)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL,
-                         "sth_transfer_fit needs tensors, their values and places for the results");
+                         "sth_transfer_fit needs tensors, their values and addresses for the results");
     return sthi_segments_fit(tensors, count, piece_bytes, place, threads, segments, capacity, out_count,
                              out_packed_bytes);
 }

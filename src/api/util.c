@@ -10,7 +10,7 @@ _Static_assert(STH_ALIGN == STHI_ALIGN, "one alignment");
 sth_status sth_parse_size(const char *text, uint64_t *out_bytes) {
     uint64_t bytes = 0;
     if (!out_bytes)
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "sth_parse_size needs a place for the result");
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "sth_parse_size needs an address for the result");
     if (!sthi_parse_size(text, &bytes))
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, text,
                          "'%.80s' is not a size; write it like 8GB, 512MiB or 4096", text ? text : "");

@@ -17,7 +17,8 @@ static sth_status fail_open(const char *path, int err) {
 
 static sth_status check(const char *path, const char *what, const struct stat *st) {
     if (S_ISREG(st->st_mode)) return STH_OK;
-    return sthi_fail(STH_UNSUPPORTED, "stagehand", 0, path, "%s: not a regular file, as %s is", path, what);
+    return sthi_fail(STH_UNSUPPORTED, "stagehand", 0, path, "%s: not a regular file, as %s is; name a file", path,
+                     what);
 }
 
 sth_status sthi_infile_open(const char *path, const char *what, FILE **out_file) {

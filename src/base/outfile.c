@@ -23,7 +23,8 @@ static sth_status examine(int fd, const char *path, const char *what, uint64_t *
     struct stat st;
     if (fstat(fd, &st)) return fail_open(path, what, errno);
     if (!S_ISREG(st.st_mode))
-        return sthi_fail(STH_UNSUPPORTED, "stagehand", 0, path, "%s: %s is written to regular files only", path, what);
+        return sthi_fail(STH_UNSUPPORTED, "stagehand", 0, path,
+                         "%s: %s is written to regular files only; name a new file", path, what);
     if (st.st_nlink > 1)
         return sthi_fail(STH_UNSUPPORTED, "stagehand", 0, path,
                          "%s has another name, where %s would be written too; name a new file", path, what);

@@ -69,7 +69,7 @@ static sth_status enter_open(sth_conductor *c) {
     STHI_TRY(enter(c));
     if (!c->shut) return STH_OK;
     sthi_unlock(&c->lock);
-    return sthi_fail(STH_SHUT_DOWN, NULL, 0, "conductor", "the conductor was shut down");
+    return sthi_fail(STH_SHUT_DOWN, NULL, 0, "conductor", "the conductor was shut down; make a new one");
 }
 
 static sth_status leave(sth_conductor *c) {

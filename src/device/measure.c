@@ -63,7 +63,8 @@ static sth_status pin(rig *r) {
     const sth_backend_ops *ops = r->device->ops;
     sth_devptr alias;
     if (!(r->device->capabilities & STH_CAP_PINNED_HOST))
-        return sthi_fail(STH_UNSUPPORTED, "stagehand", 0, ops->backend, "the device cannot pin host memory");
+        return sthi_fail(STH_UNSUPPORTED, "stagehand", 0, ops->backend,
+                         "the device cannot pin host memory, which a measurement needs");
     int64_t begun = ops->now_ns(r->device->self);
     STHI_TRY(sthi_pin(r->device, r->host, r->bytes, &alias));
     r->pin_ns = ops->now_ns(r->device->self) - begun;

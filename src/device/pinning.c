@@ -29,7 +29,7 @@ bool sthi_may_pin(uint64_t bytes) {
     if (available >= reserve) return true;
     sthi_fail(STH_OUT_OF_PINNED_MEMORY, NULL, 0, "host memory",
               "%" PRIu64 " bytes of host memory are available, and pinning leaves %" PRIu64
-              " to the rest of the machine (%" PRIu64 " are pinned)",
+              " to the rest of the machine (%" PRIu64 " are pinned); pin less, or free host memory",
               available, reserve, pinned);
     return false;
 }

@@ -320,7 +320,7 @@ void sthi_blocks_close(sthi_blocks *b) {
 
 static sth_status check(const sthi_blocks *b) { /* locked, or before the lock for the fork alone */
     if (b->fork_depth != sthi_fork_depth()) return sthi_fail_in_child("download", "this host memory");
-    if (b->closed) return sthi_fail(STH_SHUT_DOWN, NULL, 0, "download", "the download was shut down");
+    if (b->closed) return sthi_fail(STH_SHUT_DOWN, NULL, 0, "download", "the download was shut down; make a new one");
     return STH_OK;
 }
 

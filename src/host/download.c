@@ -133,7 +133,8 @@ static sth_status check(sth_download *d) {
     sthi_lock(&d->lock);
     bool closed = d->closed;
     sthi_unlock(&d->lock);
-    return closed ? sthi_fail(STH_SHUT_DOWN, NULL, 0, "download", "the download was shut down") : STH_OK;
+    return closed ? sthi_fail(STH_SHUT_DOWN, NULL, 0, "download",
+                              "the download was shut down; make a new one") : STH_OK;
 }
 
 sth_status sthi_download_reserve(sth_download *d, uint64_t bytes) {

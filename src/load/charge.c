@@ -41,7 +41,8 @@ sth_status sthi_charge(sth_runtime *rt, uint64_t bytes) {
     return taken ? STH_OK
                  : sthi_fail(STH_OUT_OF_DEVICE_MEMORY, NULL, 0, rt->name,
                              "'%s' asks for %llu bytes of the device, but of the cap of %llu bytes that its models "
-                             "share %llu are free", rt->name, (unsigned long long)bytes, (unsigned long long)cap,
+                             "share %llu are free; give the others smaller budgets, or raise the cap", rt->name,
+                             (unsigned long long)bytes, (unsigned long long)cap,
                              (unsigned long long)left);
 }
 

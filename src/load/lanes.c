@@ -31,7 +31,7 @@ void sthi_lanes_close(sth_runtime *rt) {
 }
 
 static sth_status open_lanes(sth_runtime *rt, sth_conductor *c) {
-    if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+    if (rt->shut) return sthi_shut_down(rt);
     STHI_TRY(sthi_lane_open(c, rt->device, rt->copies.stream, STH_DIRECTION_H2D, rt, &rt->copies.lane));
     return sthi_lane_open(c, rt->device, rt->copies.demand_stream, STH_DIRECTION_H2D, rt, &rt->copies.demand_lane);
 }

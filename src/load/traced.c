@@ -13,7 +13,7 @@
 
 static const double MB = 1e6;
 static const double MIB = 1048576;
-static const char AHEAD[] = "fetched ahead of its use, MB", RING[] = "in the ring, MiB";
+static const char AHEAD[] = "prefetched, MB", RING[] = "in the ring, MiB";
 
 /* A unit's bytes have come. */
 typedef struct arrival {

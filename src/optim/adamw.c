@@ -63,18 +63,18 @@ static uint32_t default_threads(void) {
 static sth_status open_parts(sth_adamw *adamw, const sth_adamw_options *options) {
     uint32_t threads = options->threads ? options->threads : default_threads();
     if (options->state_path) STHI_TRY(sthi_statefile_open(options->state_path, &adamw->file));
-    return sthi_workers_create("optimiser", "sth-adamw", threads, options->state_path ? SCRATCH_BYTES : 0,
+    return sthi_workers_create("optimizer", "sth-adamw", threads, options->state_path ? SCRATCH_BYTES : 0,
                                &adamw->workers);
 }
 
 sth_status sthi_adamw_create(const sth_adamw_options *options, sth_adamw **out) {
     if (options->size != sizeof *options || options->threads > MAX_THREADS)
         return sthi_fail(
-            STH_INVALID_ARGUMENT, NULL, 0, "optimiser",
+            STH_INVALID_ARGUMENT, NULL, 0, "optimizer",
             "options come from sth_adamw_options_init and ask for at most %d threads (these: %u)",
             MAX_THREADS, options->threads);
     sth_adamw *adamw = sthi_zalloc(1, sizeof *adamw);
-    if (!adamw) return sthi_no_memory("optimiser", "the optimizer");
+    if (!adamw) return sthi_no_memory("optimizer", "the optimizer");
     adamw->kernels = sthi_kernels_best();
     adamw->file.fd = -1;
     sthi_mutex_init(&adamw->lock);
@@ -121,7 +121,7 @@ static sth_status add_state(sth_adamw *adamw, state *s, uint64_t bytes, sth_adam
     if (adamw->state_count == adamw->state_capacity) {
         uint64_t capacity = adamw->state_capacity ? 2 * adamw->state_capacity : 16;
         state *grown = sthi_realloc(adamw->states, capacity, sizeof *grown);
-        if (!grown) return sthi_no_memory("optimiser", "the optimizer's list of states");
+        if (!grown) return sthi_no_memory("optimizer", "the optimizer's list of states");
         adamw->states = grown;
         adamw->state_capacity = capacity;
     }
@@ -137,10 +137,10 @@ sth_status sthi_adamw_state_create(sth_adamw *adamw, uint64_t count, sth_dtype m
     uint64_t bytes;
     STHI_TRY(sthi_workers_refuse_child(adamw->workers)); /* the file is its parent's */
     if (!adamw->file.path)
-        return sthi_fail(STH_INVALID_STATE, NULL, 0, "optimiser",
-                         "the optimiser was made without a state_path");
+        return sthi_fail(STH_INVALID_STATE, NULL, 0, "optimizer",
+                         "the optimizer was made without a state_path");
     if (!count || !sthi_optim_size(moment_dtype) || !sthi_mul_u64(count, element_bytes(&s), &bytes))
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimiser",
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimizer",
                          "a state of %llu elements of dtype %s is not possible", (unsigned long long)count,
                          sthi_dtype_name(moment_dtype));
     sthi_lock(&adamw->lock);
@@ -160,7 +160,7 @@ static sth_status look_up(sth_adamw *adamw, sth_adamw_state id, bool begun, stat
     }
     sthi_unlock(&adamw->lock);
     if (known) return STH_OK;
-    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimiser", "state %llu is not one of this optimiser",
+    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimizer", "state %llu is not one of this optimizer",
                      (unsigned long long)id);
 }
 
@@ -176,7 +176,7 @@ static sth_status move_part(sth_adamw *adamw, const state *s, sth_adamw_part par
                             move_fn *move) {
     if ((part != STH_ADAMW_EXP_AVG && part != STH_ADAMW_EXP_AVG_SQ && part != STH_ADAMW_MASTER) ||
         (part == STH_ADAMW_MASTER && !s->master))
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimiser", "this state has no part %d", (int)part);
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimizer", "this state has no part %d", (int)part);
     uint64_t moment = sthi_optim_size(s->moment_dtype), each = part == STH_ADAMW_MASTER ? 4 : moment;
     for (uint64_t i = 0; i < piece_count(s->count); i++) {
         uint64_t n = piece_length(s->count, i);
@@ -282,25 +282,25 @@ static bool fits(const sth_adamw_update *u, bool has_master) {
 }
 
 static sth_status too_many(uint64_t count) {
-    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimiser", "no memory has %llu elements",
+    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimizer", "no memory has %llu elements",
                      (unsigned long long)count);
 }
 
 static sth_status check(const sth_adamw_update *u, const state *s) {
     bool in_file = u->state != 0;
     if (u->size != sizeof *u || !u->step)
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimiser",
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimizer",
                          "an update comes from sth_adamw_update_init, its step is at least 1");
     if (u->count > MAX_ELEMENTS) return too_many(u->count);
     if (u->count && (!u->param || !u->grad || (!in_file && (!u->exp_avg || !u->exp_avg_sq))))
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimiser", "param, grad or a moment is NULL");
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimizer", "param, grad or a moment is NULL");
     if (in_file && (u->exp_avg || u->exp_avg_sq || u->master || s->count != u->count))
         return sthi_fail(
-            STH_INVALID_ARGUMENT, NULL, 0, "optimiser",
+            STH_INVALID_ARGUMENT, NULL, 0, "optimizer",
             "the state in the file is of %llu elements, the update of %llu, without moments in RAM",
             (unsigned long long)s->count, (unsigned long long)u->count);
     if (!fits(u, in_file ? s->master : u->master != NULL))
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimiser",
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimizer",
                          "a parameter of dtype %s with gradients of %s and moments of %s is not supported",
                          sthi_dtype_name(u->param_dtype), sthi_dtype_name(u->grad_dtype),
                          sthi_dtype_name(u->moment_dtype));
@@ -316,7 +316,7 @@ sth_status sthi_adamw_submit(sth_adamw *adamw, const sth_adamw_update *update, u
     }
     STHI_TRY(check(&u, &s));
     update_job *job = sthi_zalloc(1, sizeof *job);
-    if (!job) return sthi_no_memory("optimiser", "an update");
+    if (!job) return sthi_no_memory("optimizer", "an update");
     *job = (update_job){.adamw = adamw, .update = u, .state = s};
     job->job.run = u.state ? run_in_file : run_in_ram;
     job->job.pieces = piece_count(u.count);
@@ -369,7 +369,7 @@ static sth_status count_pieces(grads_job *self) {
     for (size_t i = 0; i < self->count; i++) {
         const sth_grad *grad = &self->grads[i];
         if (!sthi_optim_size(grad->dtype) || (grad->count && !grad->data))
-            return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimiser",
+            return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "optimizer",
                              "gradient %zu is NULL or of dtype %s, which is not supported", i,
                              sthi_dtype_name(grad->dtype));
         if (grad->count > MAX_ELEMENTS) return too_many(grad->count);
@@ -388,7 +388,7 @@ static sth_status over_grads(sth_adamw *adamw, const sth_grad *grads, size_t cou
     if (status == STH_OK && out_sum && !(self.sums = sthi_zalloc(self.job.pieces, sizeof *self.sums)))
         status = STH_OUT_OF_HOST_MEMORY;
     if (status == STH_OUT_OF_HOST_MEMORY)
-        (void)sthi_no_memory("optimiser", "a pass over %zu gradients", count);
+        (void)sthi_no_memory("optimizer", "a pass over %zu gradients", count);
     if (status == STH_OK) status = sthi_workers_run(adamw->workers, &self.job);
     double sum = 0;
     for (uint64_t i = 0; status == STH_OK && self.sums && i < self.job.pieces; i++) sum += self.sums[i];

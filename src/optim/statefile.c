@@ -55,12 +55,12 @@ sth_status sthi_statefile_open(const char *path, sthi_statefile *out) {
     if (fd < 0 && errno == EEXIST)
         return sthi_fail(
             STH_INVALID_ARGUMENT, "errno", EEXIST, path,
-            "%s: exists already; state_path is a folder, or the name of a file that does not exist", path);
-    if (fd < 0) return fail_errno(path, errno, "make a file for the optimiser's state");
+            "%s: exists already; give a folder as state_path, or the name of a file that does not exist", path);
+    if (fd < 0) return fail_errno(path, errno, "make a file for the optimizer's state");
     if (unlink(name)) {
         int err = errno;
         close(fd);
-        return fail_errno(name, err, "take the name of the optimiser's file away");
+        return fail_errno(name, err, "take the name of the optimizer's file away");
     }
     char *copy = sthi_strdup(path);
     if (!copy) {
@@ -97,19 +97,20 @@ sth_status sthi_statefile_grow(sthi_statefile *file, uint64_t bytes, uint64_t *o
     char want[24];
     if (!sthi_round_up(bytes, REGION_UNIT, &rounded) || !sthi_add_u64(file->bytes, rounded, &end) ||
         end > INT64_MAX)
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, file->path, "%s: a state of %llu bytes is too large",
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, file->path,
+                         "%s: a state of %llu bytes is too large; keep it in memory",
                          file->path, (unsigned long long)bytes);
     sthi_format_size(end, want, sizeof want);
     if (!within_limit(end))
         return sthi_fail(STH_IO, "errno", EFBIG, file->path,
-                         "%s: the optimiser's state takes %s, more than this process may write to one file "
-                         "(RLIMIT_FSIZE, ulimit -f)",
+                         "%s: the optimizer's state takes %s, more than this process may write to one file "
+                         "(RLIMIT_FSIZE, ulimit -f); raise that limit",
                          file->path, want);
     int err = rounded ? allocate(file->fd, file->bytes, rounded) : 0;
     if (err)
         return sthi_fail(
             STH_IO, "errno", err, file->path,
-            "%s: no room for %s of the optimiser's state: %s; free some, or give another state_path",
+            "%s: no room for %s of the optimizer's state: %s; free some, or give another state_path",
             file->path, want, strerror(err));
     *out_offset = file->bytes;
     file->bytes = end;
@@ -124,9 +125,10 @@ sth_status sthi_statefile_read(const sthi_statefile *file, uint64_t offset, void
         if (!sthi_fault_hit(STHI_FAULT_READ))
             got = pread(file->fd, to, sthi_min_u64(bytes, CALL_BYTES), (off_t)offset);
         if (got < 0 && errno == EINTR) continue;
-        if (got < 0) return fail_errno(file->path, errno, "read the optimiser's state");
+        if (got < 0) return fail_errno(file->path, errno, "read the optimizer's state");
         if (!got)
-            return sthi_fail(STH_IO, NULL, 0, file->path, "%s: the optimiser's file ends early, at byte %llu",
+            return sthi_fail(STH_IO, NULL, 0, file->path,
+                             "%s: the optimizer's file ends early, at byte %llu; load weights and state again",
                              file->path, (unsigned long long)offset);
         to += got;
         offset += (uint64_t)got;
@@ -144,7 +146,7 @@ sth_status sthi_statefile_write(const sthi_statefile *file, uint64_t offset, con
         if (!sthi_fault_hit(STHI_FAULT_WRITE))
             put = pwrite(file->fd, from, sthi_min_u64(bytes, CALL_BYTES), (off_t)offset);
         if (put < 0 && errno == EINTR) continue;
-        if (put < 0) return fail_errno(file->path, errno, "write the optimiser's state");
+        if (put < 0) return fail_errno(file->path, errno, "write the optimizer's state");
         from += put;
         offset += (uint64_t)put;
         bytes -= (uint64_t)put;

@@ -20,7 +20,8 @@ sth_status sthi_skip_init(const char *pattern, sthi_skip *out) {
     int error = pattern ? regcomp(&out->names, pattern, REG_EXTENDED | REG_NOSUB) : 0;
     if (!error) return STH_OK;
     regerror(error, &out->names, why, sizeof why);
-    return sthi_fail(STH_INVALID_ARGUMENT, NULL, error, pattern, "skip: '%.160s' is no regular expression: %s", pattern,
+    return sthi_fail(STH_INVALID_ARGUMENT, NULL, error, pattern,
+                     "skip must be a regular expression, and '%.160s' is none: %s", pattern,
                      why);
 }
 
@@ -42,7 +43,7 @@ static sth_status choose(const sthi_pack_job *job, const sth_tensor_info *t, con
     if (t->scale != 1)
         return sthi_fail(STH_UNSUPPORTED, NULL, 0, job->in,
                          "%.300s: tensor '%.160s' has a scale of its own in the layer index, which no other format can "
-                         "hold",
+                         "hold; pack the file without that index",
                          job->in, t->name);
     *out = (sthi_choice){.tensor = t};
     if (!eligible(t, least, unit) || sthi_skip_has(skip, t->name)) return STH_OK;

@@ -86,7 +86,8 @@ static sth_status open_folder(sthi_folder *f) {
                           err == ENOTDIR || err == ELOOP ? "work in it (a file or a link)" : "open");
     }
     if (flock(f->fd, LOCK_EX | LOCK_NB))
-        return sthi_fail(STH_INVALID_STATE, "errno", errno, f->path, "%.300s: another process is at work in it",
+        return sthi_fail(STH_INVALID_STATE, "errno", errno, f->path,
+                         "%.300s: another process is at work in it; wait until that ends",
                          f->path);
     if (fstat(f->fd, &st)) return fail_errno(f->path, NULL, errno, "examine");
     if (st.st_uid != geteuid())
@@ -151,15 +152,15 @@ sth_status sthi_folder_reserve(sthi_folder *f, const char *name, int fd, uint64_
     if (bytes > INT64_MAX || !within_limit(bytes)) {
         f->write_failed = true;
         return sthi_fail(STH_IO, "errno", EFBIG, f->path,
-                         "%.300s/%.200s: would have %s, more than this process may write to one file", f->path, name,
-                         size);
+                         "%.300s/%.200s: would have %s, more than this process may write to one file (ulimit -f); "
+                         "raise that limit", f->path, name, size);
     }
     int err = sthi_fault_hit(STHI_FAULT_WRITE) ? ENOSPC : 0;
     while (!err && bytes && (err = posix_fallocate(fd, 0, (off_t)bytes)) == EINTR) err = 0;
     if (!err && ftruncate(fd, (off_t)bytes)) err = errno;
     if (!err) return STH_OK;
     f->write_failed = true;
-    return sthi_fail(STH_IO, "errno", err, f->path, "%.300s/%.200s: no room for %s: %s", f->path, name, size,
+    return sthi_fail(STH_IO, "errno", err, f->path, "%.300s/%.200s: no room for %s: %s; free some", f->path, name, size,
                      strerror(err));
 }
 
@@ -223,7 +224,8 @@ sth_status sthi_folder_publish(sthi_folder *f, const char *name, const char *pat
     int err = name ? move(f->fd, name, path, true) : move(AT_FDCWD, f->path, f->out, false);
     if (!err) return STH_OK;
     if (err == EEXIST)
-        return sthi_fail(STH_INVALID_ARGUMENT, "errno", err, path, "%.300s: exists already; nothing is overwritten",
+        return sthi_fail(STH_INVALID_ARGUMENT, "errno", err, path,
+                         "%.300s: exists already; nothing is overwritten: name a new output",
                          path);
     return fail_errno(path, NULL, err, "rename to it");
 }

@@ -96,8 +96,9 @@ sth_status sthi_job_add_tensor(sthi_pack_job *job, const char *base, const char 
     for (int i = 0; i < rank; i++) {
         t.shape[i] = shape[i];
         if (!sthi_mul_u64(t.bytes, shape[i], &t.bytes))
-            return sthi_fail(STH_UNSUPPORTED, NULL, 0, job->in, "%.300s: tensor '%.160s' would be too large", job->in,
-                             base);
+            return sthi_fail(STH_UNSUPPORTED, NULL, 0, job->in,
+                             "%.300s: tensor '%.160s' would be too large; leave it out with skip",
+                             job->in, base);
     }
     if (job->tensor_count == job->tensor_capacity) STHI_TRY(grow_tensors(job));
     size_t size = strlen(base) + strlen(suffix) + 1;

@@ -17,7 +17,8 @@
 #define LENGTH_BYTES 8u
 
 static sth_status too_large(const sthi_pack_job *job) {
-    return sthi_fail(STH_UNSUPPORTED, NULL, 0, job->in, "%.300s: the result would be too large", job->in);
+    return sthi_fail(STH_UNSUPPORTED, NULL, 0, job->in, "%.300s: the result would be too large; pack its parts",
+                     job->in);
 }
 
 /* Places relative to the data's begin; files[].bytes: of the data. */

@@ -410,7 +410,8 @@ static sth_status check_source(const sthi_pack_job *job) {
     for (uint64_t i = 0; i < all->count; i++)
         if (strncmp(all->items[i].name, STHI_LOSSLESS_PREFIX, strlen(STHI_LOSSLESS_PREFIX)) == 0)
             return sthi_fail(STH_UNSUPPORTED, NULL, 0, job->in,
-                             "%.300s: is losslessly packed already (it has a tensor '%.100s')", job->in,
+                             "%.300s: is losslessly packed already (it has a tensor '%.100s'); use it as it is",
+                             job->in,
                              all->items[i].name);
     return STH_OK;
 }

@@ -156,7 +156,8 @@ static sth_status publish(sthi_pack_job *job) {
 static sth_status refuse_existing(const char *path) {
     struct stat st;
     if (lstat(path, &st)) return STH_OK;
-    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, path, "%.300s: exists already; nothing is overwritten", path);
+    return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, path,
+                     "%.300s: exists already; nothing is overwritten: name a new output", path);
 }
 
 static sth_status check_places(const sthi_pack_job *job) {

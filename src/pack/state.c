@@ -104,7 +104,8 @@ static bool is_ours(const sthi_pack_job *job, const char *name) {
 
 sth_status sthi_job_check_folder(const sthi_pack_job *job) {
     DIR *dir = opendir(job->folder.path);
-    if (!dir) return sthi_fail(STH_IO, "errno", errno, job->folder.path, "%.300s: cannot list it", job->folder.path);
+    if (!dir) return sthi_fail(STH_IO, "errno", errno, job->folder.path,
+                               "%.300s: cannot list it; remove the folder and call again", job->folder.path);
     sth_status status = STH_OK;
     for (struct dirent *entry; status == STH_OK && (entry = readdir(dir));)
         if (!is_ours(job, entry->d_name))

@@ -98,7 +98,8 @@ static sth_status add_layer(sthi_pack_job *job, const sthi_choice *choice) {
     const sth_tensor_info *t = choice->tensor;
     uint64_t rows = t->shape[0], padded;
     if (!sthi_round_up(t->shape[1], PAD, &padded) || padded > SIZE_MAX / 4)
-        return sthi_fail(STH_UNSUPPORTED, NULL, 0, job->in, "%.300s: tensor '%.160s' is too wide", job->in, t->name);
+        return sthi_fail(STH_UNSUPPORTED, NULL, 0, job->in,
+                         "%.300s: tensor '%.160s' is too wide; leave it out with skip", job->in, t->name);
     sthi_job_item item = {.make = make_layer, .source = t, .work = t->bytes};
     STHI_TRY(bias_of(job, choice, &item.bias));
     job->scratch_bytes = (size_t)sthi_max_u64(job->scratch_bytes, t->shape[1] * 4);

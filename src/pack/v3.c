@@ -222,7 +222,9 @@ static sth_status add_shard(sthi_pack_job *job, uint32_t number, uint32_t count)
 static sth_status add_layer(sthi_pack_job *job, const sthi_choice *choice) {
     const sth_tensor_info *t = choice->tensor;
     uint64_t out = t->shape[0], in = t->shape[1];
-    if (in > SIZE_MAX / 64) return sthi_fail(STH_UNSUPPORTED, NULL, 0, job->in, "tensor '%.160s' is too wide", t->name);
+    if (in > SIZE_MAX / 64)
+        return sthi_fail(STH_UNSUPPORTED, NULL, 0, job->in, "tensor '%.160s' is too wide; leave it out with skip",
+                         t->name);
     job->scratch_bytes = (size_t)sthi_max_u64(job->scratch_bytes, in * (sizeof(double) + 2 * sizeof(float)));
     STHI_TRY(sthi_job_add_item(job, &(sthi_job_item){.make = make_layer, .source = t, .work = t->bytes}));
     STHI_TRY(sthi_job_add_tensor(job, choice->base, ".qweight", STH_DTYPE_U8, 2, (uint64_t[]){out, in / 2}));
@@ -252,7 +254,7 @@ static sth_status plan_items(sthi_pack_job *job, const sthi_choices *c) {
         return sthi_fail(
             STH_UNSUPPORTED, NULL, 0, job->in,
             "%.300s: nothing to quantise: no two-dimensional weight has 1024 rows, 1024 columns and columns "
-            "in multiples of 256",
+            "in multiples of 256; choose another format",
             job->in);
     uint32_t *shard_of = sthi_zalloc((size_t)c->count, sizeof *shard_of);
     if (!shard_of) return sthi_job_out_of_memory(job);

@@ -88,8 +88,9 @@ static sth_status run_piece(sthi_job *job, uint64_t i, void *scratch) {
 static sth_status check_dtype(const sth_quant *slab, const sth_quant_layer *l, sth_dtype dtype) {
     if (dtype == l->tensor->dtype) return STH_OK;
     return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, l->name,
-                     "%.300s: tensor '%.160s' was packed as %s, bit for bit, and does not come back as %s", slab->path,
-                     l->name, sthi_dtype_name(l->tensor->dtype), sthi_dtype_name(dtype));
+                     "%.300s: tensor '%.160s' was packed as %s, bit for bit, and does not come back as %s; ask for "
+                     "the dtype it has", slab->path, l->name, sthi_dtype_name(l->tensor->dtype),
+                     sthi_dtype_name(dtype));
 }
 
 sth_status sthi_lossless_decode(const sth_quant *slab, const sth_quant_layer *l, const uint8_t *packed,

@@ -12,7 +12,7 @@
 #include "state/state.h"
 
 static sth_status check(const sth_runtime *rt, const uint32_t *units, uint32_t count) {
-    if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+    if (rt->shut) return sthi_shut_down(rt);
     if (!rt->sealed || sthi_stepping(rt))
         return sthi_fail(STH_INVALID_STATE, NULL, 0, rt->name, "'%s' is %s: units are put aside between steps",
                          rt->name, rt->sealed ? "inside a step" : "not sealed");

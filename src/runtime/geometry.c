@@ -164,7 +164,7 @@ static sth_status install_static(sth_runtime *rt) {
     } while (whole != whole_room(rt));
     if (!whole)
         return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
-                         "leases that have not ended hold all of the budget of %llu bytes",
+                         "leases that have not ended hold all of the budget of %llu bytes; drop tensors over weights",
                          (unsigned long long)rt->options.budget);
     uint32_t x = 0;
     STHI_TRY(sthi_stages_alloc(rt));

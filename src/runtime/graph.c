@@ -149,7 +149,7 @@ static sth_status come_in(sth_runtime *rt) {
         sthi_lock(&rt->lock);
     }
     if (rc != STH_OK) return rc;
-    if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+    if (rt->shut) return sthi_shut_down(rt);
     if (!rt->sealed) return refuse(rt, "is not sealed");
     STHI_TRY(sthi_graph_free(rt));
     if (rt->step.open && !rt->step.implicit) return refuse(rt, "is inside a step: end it first");
@@ -266,7 +266,7 @@ static sth_status order(sth_runtime *rt, const sth_stream *from, uint32_t n, con
 }
 
 static sth_status check_capturing(const sth_runtime *rt) {
-    if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+    if (rt->shut) return sthi_shut_down(rt);
     bool ours = rt->graph.state == STHI_GRAPH_CAPTURING && !sthi_graph_others(rt);
     return ours ? STH_OK : refuse(rt, "is not being captured by this thread");
 }

@@ -15,7 +15,7 @@
 #include "state/state.h"
 
 static sth_status check_image(const sth_runtime *rt, uint32_t unit, const void *host, sth_arena *arena) {
-    if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+    if (rt->shut) return sthi_shut_down(rt);
     if (!rt->sealed) return sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "an image is changed after seal only");
     STHI_TRY(sthi_check_unit(rt, unit));
     const sthi_unit *u = &rt->units[unit];
@@ -44,7 +44,7 @@ static sth_status let_go_of_image(sth_runtime *rt, uint32_t unit) {
         sthi_program_skip(rt);
     }
     while (rt->reads.images && !rt->shut) sthi_cond_wait(&rt->changed, &rt->lock);
-    if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+    if (rt->shut) return sthi_shut_down(rt);
     STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->copies.stream));
     return STHI_DEV(rt, stream_synchronize, rt->copies.demand_stream);
 }

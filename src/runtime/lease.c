@@ -131,7 +131,7 @@ static sth_status bring(sth_runtime *rt, uint32_t unit) {
     STHI_INVARIANT(rt->callers && rt->step.open); /* so that nobody makes the runtime give way meanwhile */
     bool counted = false;
     for (;;) {
-        if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+        if (rt->shut) return sthi_shut_down(rt);
         if (u->slot != STHI_NO_SLOT && rt->places.slots[u->slot].complete) return STH_OK;
         sthi_pump_for(rt, unit);
         if (u->slot != STHI_NO_SLOT && rt->places.slots[u->slot].complete) return STH_OK;
@@ -215,7 +215,7 @@ static sth_status acquire_locked(sth_runtime *rt, uint32_t unit, sth_stream stre
 }
 
 static sth_status check_usable(const sth_runtime *rt) {
-    if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+    if (rt->shut) return sthi_shut_down(rt);
     return rt->sealed ? STH_OK : sthi_fail(STH_INVALID_STATE, NULL, 0, NULL, "acquire before seal");
 }
 

@@ -105,7 +105,7 @@ static sth_status copy_input(sth_runtime *rt, sth_plan_input *in, sth_plan_unit 
 }
 
 static sth_status check_curve(const sth_runtime *rt) {
-    if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+    if (rt->shut) return sthi_shut_down(rt);
     if (rt->sealed && rt->options.policy == STH_POLICY_PLANNED) return STH_OK;
     return sthi_fail(STH_INVALID_STATE, NULL, 0, rt->name, "'%s' has no plans to predict: %s", rt->name,
                      rt->sealed ? "its policy is static" : "it is not sealed");

@@ -82,7 +82,7 @@ sth_status sthi_runtime_prediction(sth_runtime *rt, sth_prediction *out) {
 sth_status sthi_runtime_step_metrics(sth_runtime *rt, uint32_t i, sth_step_metrics *out) {
     sthi_lock(&rt->lock);
     sth_status rc = STH_OK;
-    if (rt->shut) rc = sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+    if (rt->shut) rc = sthi_shut_down(rt);
     else if (rt->sealed) sthi_timing_harvest(rt, false);
     if (rc == STH_OK) rc = sthi_telemetry_get(rt->telemetry.file, i, out);
     sthi_unlock(&rt->lock);

@@ -51,7 +51,7 @@ static sth_status check_options(const sth_runtime_options *o) {
     STHI_TRY(check_numbers(o));
     if (o->budget == 0 || o->reserved >= o->budget)
         return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "budget",
-                         "a budget of %llu bytes leaves nothing for units: %llu of them are used already",
+                         "a budget of %llu bytes leaves nothing for units, %llu of them are used already; give more",
                          (unsigned long long)o->budget, (unsigned long long)o->reserved);
     if (!o->allocator.alloc != !o->allocator.free)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "allocator", "give both alloc and free, or neither");
@@ -157,7 +157,7 @@ sth_status sthi_runtime_synchronize(sth_runtime *rt) {
     sthi_lock(&rt->lock);
     if (rt->shut || !rt->sealed) {
         sthi_unlock(&rt->lock);
-        return rt->shut ? sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down") : STH_OK;
+        return rt->shut ? sthi_shut_down(rt) : STH_OK;
     }
     sth_status busy = sthi_graph_free(rt);
     if (busy != STH_OK) {
@@ -214,7 +214,7 @@ static sth_status change_budget(sth_runtime *rt, uint64_t budget) {
 
 static sth_status set_budget(sth_runtime *rt, uint64_t budget) {
     uint64_t smallest = rt->sealed ? sthi_smallest_budget(rt) : rt->options.reserved + 1;
-    if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+    if (rt->shut) return sthi_shut_down(rt);
     if (rt->step.open && !rt->step.implicit)
         return sthi_fail(STH_INVALID_STATE, NULL, 0, "budget",
                          "the budget changes between steps, and a step is open");

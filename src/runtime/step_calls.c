@@ -11,7 +11,7 @@
 
 static sth_status check_shut(const sth_runtime *rt) {
     if (!rt->shut) return STH_OK;
-    return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+    return sthi_shut_down(rt);
 }
 
 static sth_status check_sealed(const sth_runtime *rt) {

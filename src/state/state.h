@@ -77,4 +77,9 @@ struct sth_runtime {
 static inline void sthi_leave(sth_runtime *rt) {
     if (!--rt->callers && rt->shut) sthi_cond_broadcast(&rt->changed);
 }
+
+/* The error of a call that comes after the end of the runtime. */
+static inline sth_status sthi_shut_down(const sth_runtime *rt) {
+    return sthi_fail(STH_SHUT_DOWN, NULL, 0, rt->name, "'%s' has been shut down: make a new runtime", rt->name);
+}
 #endif

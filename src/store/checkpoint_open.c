@@ -14,7 +14,7 @@ static sth_status open_safetensors(sth_checkpoint *c, const char *path) {
         STHI_TRY(sthi_safetensors_probe(&c->files[0], &plausible));
     if (!plausible)
         return sthi_fail(STH_UNSUPPORTED, "stagehand", 0, path,
-                         "%.300s: not a safetensors file, an index (.json) or a folder", path);
+                         "%.300s: not a safetensors file, an index (.json) or a folder; name one of these", path);
     STHI_TRY(sthi_safetensors_parse(&c->files[0], 0, &c->tensors));
     return sthi_checkpoint_index_names(c, path);
 }

@@ -51,7 +51,7 @@ static void note_identity(sthi_file *file, const struct stat *st) {
 static sth_status stat_regular(const char *path, int fd, struct stat *out) {
     if (fstat(fd, out)) return fail_errno(path, errno, "examine");
     if (!S_ISREG(out->st_mode))
-        return sthi_fail(STH_UNSUPPORTED, "stagehand", 0, path, "%s: not a regular file", path);
+        return sthi_fail(STH_UNSUPPORTED, "stagehand", 0, path, "%s: not a regular file; name a file", path);
     return STH_OK;
 }
 
@@ -115,7 +115,8 @@ sth_status sthi_file_fail_read(const sthi_file *file, uint64_t offset, uint64_t 
                          (unsigned long long)wanted, (unsigned long long)offset, (unsigned long long)got,
                          strerror(err));
     return sthi_fail(STH_IO, "stagehand", 0, file->path,
-                     "%s: short read at byte %llu: wanted %llu bytes, got %llu", file->path,
+                     "%s: short read at byte %llu: wanted %llu bytes, got %llu; open it again when it is whole",
+                     file->path,
                      (unsigned long long)offset, (unsigned long long)wanted, (unsigned long long)got);
 }
 

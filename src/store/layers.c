@@ -107,7 +107,7 @@ sth_status sthi_layers_open(sth_checkpoint *c, const char *path, json_t *root) {
         return sthi_fail(
             STH_UNSUPPORTED, "layer index", 0, path,
             "%.300s: neither an index of safetensors shards (weight_map) nor a layer index (a list "
-            "of entries)",
+            "of entries); name one of these",
             path);
     if (json_array_size(list) == 0)
         return sthi_fail(STH_CORRUPT_DATA, "layer index", 0, path, "%.300s: the index lists no tensor", path);

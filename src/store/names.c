@@ -29,7 +29,7 @@ sth_status sthi_names_build(sthi_names *names, const sth_tensor_info *tensors, u
                             const char *path) {
     if (count >= UINT32_MAX / 2)
         return sthi_fail(STH_UNSUPPORTED, "stagehand", 0, path,
-                         "%.300s: more than 2 thousand million tensors", path);
+                         "%.300s: more than 2 thousand million tensors; split the file", path);
     uint64_t slots = 16;
     while (slots < count * 2) slots *= 2;
     names->slots = sthi_zalloc((size_t)slots, sizeof *names->slots);

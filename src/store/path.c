@@ -95,7 +95,8 @@ static sth_status only_safetensors(const char *folder, char **out) {
     if (found.count == 0)
         return sthi_fail(
             STH_NOT_FOUND, "stagehand", 0, folder,
-            "%.300s: the folder holds no index (*.safetensors.index.json) and no .safetensors file", folder);
+            "%.300s: the folder holds no index (*.safetensors.index.json) and no .safetensors file; "
+            "name the folder or file of the weights", folder);
     if (found.count > 1)
         return sthi_fail(
             STH_UNSUPPORTED, "stagehand", 0, folder,

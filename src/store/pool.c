@@ -232,7 +232,7 @@ static sth_status check_request(const sth_pool *pool, uint64_t bytes, uint32_t c
 }
 
 static sth_status fail_shut_down(void) {
-    return sthi_fail(STH_SHUT_DOWN, NULL, 0, "pool", "the pool has been shut down");
+    return sthi_fail(STH_SHUT_DOWN, NULL, 0, "pool", "the pool has been shut down; make a new one");
 }
 
 /* So many slabs cannot come back as long as the device fails: whoever waited for them would wait for ever. */

@@ -24,7 +24,8 @@ sth_status sthi_quant_corrupt(const sth_quant *slab, const char *layer, const ch
 sth_status sthi_quant_no_slab(sth_quant *slab, const char *path, const char *why) {
     struct stat st;
     slab->no_slab = true;
-    if (stat(path, &st)) return sthi_fail(STH_NOT_FOUND, "slab", 0, path, "%.300s: there is no such file", path);
+    if (stat(path, &st))
+        return sthi_fail(STH_NOT_FOUND, "slab", 0, path, "%.300s: there is no such file; look at the path", path);
     return sthi_fail(STH_UNSUPPORTED, "slab", 0, path, "%.300s: not a slab: %s", path, why);
 }
 

@@ -70,7 +70,7 @@ static sth_status check_byte_order(const reader *r) {
     if (m->bytes < sizeof text) STHI_TRY(sthi_file_read(r->file, m->offset, m->bytes, text));
     return strcmp(text, "little") == 0 ? STH_OK
                                        : sthi_fail(STH_UNSUPPORTED, "slab", 0, r->slab->path,
-                                                   "%.300s: its byte order is not 'little'", r->slab->path);
+                                                   "%.300s: its byte order must be 'little'", r->slab->path);
 }
 
 static sth_status parse_pickle(reader *r, const sthi_zip_member *m) {

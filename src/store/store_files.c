@@ -134,7 +134,7 @@ static sth_status make_groups(files_store *f, const char *path, const char *cons
         found = f->members[i].layer + 1 > found ? f->members[i].layer + 1 : found;
     f->group_count = layers ? count : found;
     if (!f->group_count)
-        return sthi_fail(STH_NOT_FOUND, NULL, 0, path, "%s has no tensors with bytes", path);
+        return sthi_fail(STH_NOT_FOUND, NULL, 0, path, "%s has no tensors with bytes; name a file with weights", path);
     f->groups = sthi_zalloc(f->group_count, sizeof *f->groups);
     f->names = sthi_zalloc(f->group_count, sizeof *f->names);
     f->said = sthi_zalloc(f->member_count ? f->member_count : 1, sizeof *f->said);
@@ -143,7 +143,8 @@ static sth_status make_groups(files_store *f, const char *path, const char *cons
         const sth_tensor_info *t = f->members[i].info;
         if (t->dtype == STH_DTYPE_OTHER)
             return sthi_fail(STH_UNSUPPORTED, NULL, 0, t->name,
-                             "%.300s: tensor '%.160s' is of the dtype '%.40s', which no layer can have",
+                             "%.300s: tensor '%.160s' is of the dtype '%.40s', which no layer can have; convert "
+                             "it",
                              f->checkpoint->files[t->file].path, t->name, t->spelling);
         group *g = &f->groups[f->members[i].layer];
         if (!g->count++) g->first = i;
@@ -151,7 +152,8 @@ static sth_status make_groups(files_store *f, const char *path, const char *cons
     for (uint32_t i = 0; i < f->group_count; i++) {
         if (!f->groups[i].count)
             return sthi_fail(STH_NOT_FOUND, NULL, 0, layers[i],
-                             "layer '%s' has no tensors: none is called '%s.*' but those of other layers named",
+                             "layer '%s' has no tensors: none is called '%s.*' but those of other layers named; give "
+                             "names that the file has",
                              layers[i], layers[i]);
         STHI_TRY(lay_out(f, i));
     }

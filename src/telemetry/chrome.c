@@ -152,7 +152,7 @@ static void put_all(writer *w, uint8_t *seen) {
 }
 
 static sth_status failed(const sthi_recording *r) {
-    return sthi_fail(STH_IO, NULL, 0, r->path, "'%.200s' could not be written: is there room on the disk?", r->path);
+    return sthi_fail(STH_IO, NULL, 0, r->path, "'%.200s' could not be written; free some room on the disk", r->path);
 }
 
 sth_status sthi_chrome_write(const sthi_recording *r) {

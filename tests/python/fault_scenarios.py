@@ -146,7 +146,7 @@ class Train(Scenario):
             self._load()
             return
         except RuntimeError as error:
-            if "Load weights and optimiser state" not in str(error):
+            if "Load weights and optimizer state" not in str(error):
                 raise
             self._load()
             return

@@ -1,6 +1,8 @@
 """Documents must not say what is no longer so: links, paths, names, tables, the width of
 lines, nested conditional expressions, and the Python of README."""
 
+import ast
+import functools
 import importlib.util
 import json
 import pathlib
@@ -90,9 +92,10 @@ def test_no_conditional_expression_is_nested():
     assert not [f"{path.relative_to(ROOT)}:{line}" for path in files for line in nested_conditionals(path.read_text())]
 
 
-def openers():
-    """tools/openers.py as a module."""
-    spec = importlib.util.spec_from_file_location("openers", ROOT / "tools/openers.py")
+@functools.cache
+def tool(name: str):
+    """tools/NAME.py as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -105,7 +108,7 @@ def test_sentences_are_found_in_pages_and_in_comments(tmp_path):
                     "- Whoever comes here.\n- Others come: Who are they?\n\n```\nWhat is code is not read.\n```\n")
     header.write_text("/* What it is.\n * It is. Whose is it? */\n"
                       "int a; /* Of the caller: */\n/* Whatsoever is fine. */\n")
-    found, _ = openers().count([page, header])
+    found, _ = tool("openers").count([page, header])
     assert [(path.name, line) for path, line, _ in found] == [
         ("page.md", 1), ("page.md", 3), ("page.md", 3), ("page.md", 8), ("page.md", 10), ("page.md", 11),
         ("header.h", 1), ("header.h", 2), ("header.h", 3)]
@@ -113,7 +116,7 @@ def test_sentences_are_found_in_pages_and_in_comments(tmp_path):
 
 def test_few_sentences_open_with_what_who_where_of_so():
     """Subject, verb, object. `python tools/openers.py --list` names the sentences."""
-    module = openers()
+    module = tool("openers")
     found, total = module.count(module.files())
     assert total > 5000
     assert len(found) <= total / 100, [f"{path.relative_to(ROOT)}:{line}: {text}" for path, line, text in found]
@@ -142,16 +145,48 @@ def test_few_sentences_of_public_docstrings_open_so(tmp_path):
     page = tmp_path / "docstrings.md"
     docs = json.loads(done.stdout)
     page.write_text("\n\n".join(docs.values()))
-    found, total = openers().count([page])
+    found, total = tool("openers").count([page])
     assert len(docs) > 100 and total > 400
     assert len(found) <= total / 100, [sentence for _, _, sentence in found]
 
 
 def test_the_glossary_is_short_and_gives_each_word_once():
     terms = [term for term, _ in rows("glossary.md", 2)[1:]]
-    terms = terms[:terms.index("older words")]
+    terms = terms[:terms.index("avoid")]
     assert 20 < len(terms) <= 40
     assert terms == sorted(set(terms))
+
+
+NOT_SEARCHED = ("glossary.md", "figures-history.md", "field-cases.md")
+
+
+def texts():
+    """(place, text) of all that the glossary's rule is for: pages, comments of headers, docstrings, messages."""
+    for page in PAGES:
+        if page.name not in NOT_SEARCHED:
+            yield page.name, page.read_text()
+    for path in sorted((ROOT / "include").rglob("*.h")):
+        yield path.name, "\n".join(re.findall(r"/\*.*?\*/", path.read_text(), re.DOTALL))
+    for path in sorted((ROOT / "python/stagehand").rglob("*.py")):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text()))
+                 if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))]
+        yield path.name, "\n".join(ast.get_docstring(node) or "" for node in nodes)
+    for message in tool("messages").of_c() + tool("messages").of_python():
+        yield message.place, message.text
+
+
+def words_to_avoid() -> list[str]:
+    table = (ROOT / "docs/glossary.md").read_text().split("| avoid | use |\n|---|---|\n")[1].split("\n\n")[0]
+    return [word.strip() for line in table.splitlines() for word in line.split("|")[1].split(",")]
+
+
+def test_no_word_is_used_that_the_glossary_replaces():
+    words = words_to_avoid()
+    assert len(words) > 15
+    forms = [f"(?i:{word[0]})" + re.escape(word[1:]).replace(r"\ ", r"\s+(?:\*\s+)?") for word in words]
+    avoided = re.compile(r"\b(?:" + "|".join(forms) + r")\b")
+    assert avoided.search("It was let\n * go of.") and not avoided.search("an outlet goes; `note_anew`")
+    assert not [f"{place}: {found[0]}" for place, text in texts() for found in [avoided.search(text)] if found]
 
 
 def test_every_page_is_in_the_index():

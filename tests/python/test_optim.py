@@ -961,11 +961,11 @@ def test_a_state_of_which_a_part_could_not_be_loaded_is_not_used(tmp_path):
     want = [p.detach().clone() for p in params]
     _core._fault_arm("write", 3, False)
     try:
-        with pytest.raises(stagehand.TransferError, match="cannot write the optimiser's state"):
+        with pytest.raises(stagehand.TransferError, match="cannot write the optimizer's state"):
             opt.load_state_dict(state)
     finally:
         _core._fault_disarm()
-    with pytest.raises(RuntimeError, match="loading a state failed: .* Load weights and optimiser state"):
+    with pytest.raises(RuntimeError, match="loading a state failed: .* Load weights and optimizer state"):
         opt.step()
     with torch.no_grad():
         for p, q in zip(params, weights):
@@ -1052,7 +1052,7 @@ def test_a_disk_that_is_full_is_an_error_before_the_first_step(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(stagehand.TransferError, match="optimiser's state takes .*RLIMIT_FSIZE"):
+        with pytest.raises(stagehand.TransferError, match="optimizer's state takes .*RLIMIT_FSIZE"):
             OffloadedAdamW(params_of(), state_path=tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -131,7 +131,7 @@ def test_tracks_and_counters_have_their_names(inference):
         [s.vram_used_mb for s in steps], rel=1e-4)
     assert any(value > 0 for _, value in trace.counter("link, GB/s"))
     assert trace.counter("memory of the process, MB")[0][1] > 10
-    assert min(value for _, value in trace.counter("fetched ahead of its use, MB")) >= 0
+    assert min(value for _, value in trace.counter("prefetched, MB")) >= 0
 
 
 def test_the_ring_is_counted_within_its_size(tmp_path):

@@ -4,7 +4,7 @@
         loss = model(batch).loss
         loss.backward()
 
-`ActivationRuntime` has the knobs of `ActivationStagehandConfig`, steps and telemetry. docs/activation.md.
+`ActivationRuntime` has the settings of `ActivationStagehandConfig`, steps and telemetry. docs/activation.md.
 """
 
 from __future__ import annotations

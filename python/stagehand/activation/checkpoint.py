@@ -1,6 +1,6 @@
 """Regions that are computed again in backward where that is cheaper than to move what they save.
 
-A region's first run is plain and counts the bytes that it saves anew; from then on it is checkpointed where they
+A region's first run is plain and counts the bytes that it saves again; from then on it is checkpointed where they
 were at most the threshold: it saves so little for the link, or so much for the arithmetic, that only the user can
 tell, hence a number of bytes and no guess.
 """
@@ -28,7 +28,7 @@ class CheckpointCoordinator:
         """function(*args, **kwargs), checkpointed without reentering where what it saves is at most the threshold."""
         if not self.threshold or self._saver is None or not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        owner = getattr(function, "__self__", function)  # a bound method is made anew each time
+        owner = getattr(function, "__self__", function)  # a bound method is made again each time
         method = getattr(function, "__func__", None)
         with self._lock:
             saved = self._saved.setdefault(owner, {}).get(method)

@@ -23,7 +23,7 @@ def offload(vram_budget: Size, device: DeviceLike | None = None) -> _Offload:
     """Context in which what autograd saves is spilled to host memory so that the memory in use on the device stays
     below `vram_budget` (bytes, or a size such as "16GB"; on CUDA all that PyTorch has allocated), as far as saved
     tensors can help it. Round a forward, a step, or the whole loop; entered again it goes on with what it has
-    learnt. The second step is faster than the first. device: as for stagehand.layer. As a function decorator it
+    learned. The second step is faster than the first. device: as for stagehand.layer. As a function decorator it
     works too. Raises StagehandError for a bad budget or device."""
     return _Offload(budget_bytes(vram_budget, "vram_budget"), device)
 

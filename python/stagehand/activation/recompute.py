@@ -7,7 +7,7 @@ A `Recipe` says how. It is found by walking from the tensor's node over views an
 whose own saved inputs went through our hooks. It is believed once it has given the same bits as the tensor itself
 had, for the same save of the pass: a change that autograd does not see (`y.data`) shows there, one that comes later in
 `proof.py`. Before it has been tried a tensor is kept or spilled as any other. Nothing is taken from one pass to the
-next but that belief: what a recipe is made of is read anew each time, for the same save may be another tensor's.
+next but that belief: what a recipe is made of is read again each time, for the same save may be another tensor's.
 """
 
 from __future__ import annotations

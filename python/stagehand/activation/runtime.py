@@ -139,7 +139,7 @@ class ActivationRuntime(Owning):
         return self._now() if self.saver is not None else {}
 
     def shutdown(self) -> None:
-        """Nothing is spilled any more; graphs that are alive go on and may be run backward. Again is fine."""
+        """Nothing is spilled any more; graphs that are alive go on and may be run backward. May be called again."""
         if self.saver is not None:
             self.saver.close()
         self.telemetry.release()

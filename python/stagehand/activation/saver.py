@@ -545,7 +545,7 @@ class Saver(NotCopied):
 
 def _of_models() -> dict[int, StorageWeakRef]:
     """Storages of parameters, buffers and leaves that are there: they outlive the graph, so spilling them frees
-    nothing. What comes later is recognised when a second pass saves it."""
+    nothing. What comes later is recognized when a second pass saves it."""
     found = {}
     for thing in gc.get_objects():
         kind = type(thing)

@@ -61,7 +61,7 @@ class BudgetManager:
     def reserve_bytes(self, amount: int, label: str = "") -> None:
         """Sets bytes aside, which guests do not get. label: for messages. ValueError for a negative amount."""
         if amount < 0:
-            raise ValueError(f"cannot reserve {amount} bytes{f' for {label}' if label else ''}")
+            raise ValueError(f"cannot reserve {amount} bytes{f' for {label}' if label else ''}: give 0 or more")
         with self._lock:
             self._reserved += amount
 

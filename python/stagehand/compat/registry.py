@@ -48,7 +48,7 @@ class BlockRegistry:
 
     def _add(self, modules, group: str, dtype) -> None:
         if self._frozen:
-            raise RuntimeError("the registry is frozen: it was validated")
+            raise RuntimeError("the registry is frozen, because it was validated: make a new one")
         known = {id(entry.module_ref()) for entry in self._entries.values()}
         for name, module in modules:
             if id(module) in known:

@@ -38,7 +38,7 @@ _RANK = [BlockState.UNLOADED, BlockState.GPU_FREEING, BlockState.EVICTING, Block
 
 
 class StaticLookaheadPolicy:
-    """prefetch_window: blocks fetched ahead. eviction_cooldown_steps: for `should_evict`. Both may be changed."""
+    """prefetch_window: blocks prefetched. eviction_cooldown_steps: for `should_evict`. Both may be changed."""
 
     def __init__(self, prefetch_window: int = 3, eviction_cooldown_steps: int = 2) -> None:
         self.prefetch_window = prefetch_window
@@ -202,7 +202,7 @@ class StagehandScheduler(Owning):
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """The model is plain again, on the host. Again is fine."""
+        """The model is plain again, on the host. May be called again."""
         for block_id in list(self._held):
             self._let_go(block_id)
         if self.runtime.session is not None and not self.runtime.session.closed:

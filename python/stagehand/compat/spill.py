@@ -5,7 +5,7 @@ ActivationRuntime do it for what autograd saves, in the core; ActivationHookCont
     engine = ActivationTransferEngine(backend)
     registry = ActivationRegistry()
     record = registry.create(tensor)
-    engine.spill(record, tensor)                      # the copy to the host begins; let go of `tensor`
+    engine.spill(record, tensor)                      # the copy to the host begins; drop `tensor`
     engine.finalize_all_spills(registry.iter_spilling())
     tensor = engine.restore(record)                   # as it was
 """
@@ -167,7 +167,7 @@ class CPUSpillBackend(Owning):
                     "bytes_in_use": sum(size for size, _ in self._taken.values())}
 
     def shutdown(self) -> None:
-        """Later requests are misses; buffers that are out stay valid. Again is fine."""
+        """Later requests are misses; buffers that are out stay valid. May be called again."""
         with self._lock:
             self._closed = True
             for pool in self._pools.values():
@@ -208,8 +208,9 @@ class ActivationTransferEngine(NotCopied):
         if not self._max_d2h:
             raise InvalidStateTransitionError("nothing is spilled while _max_d2h is 0: ask can_spill() first")
         if (tuple(tensor.shape), tensor.dtype) != (record.shape, record.dtype):
-            raise InvalidArgumentError(f"the record is of shape {record.shape} and {record.dtype}, not of "
-                                       f"{tuple(tensor.shape)} and {tensor.dtype}", object=str(record.record_id))
+            raise InvalidArgumentError(f"the record is of shape {record.shape} and {record.dtype}, and the "
+                                       f"tensor must be, not {tuple(tensor.shape)} and {tensor.dtype}",
+                                       object=str(record.record_id))
         record.move(ActivationState.SPILLING)
         while not self.can_spill():
             self._spilling[0].completion.synchronize()
@@ -232,7 +233,7 @@ class ActivationTransferEngine(NotCopied):
         return flat.view(record.shape)
 
     def finalize_all_spills(self, records: Iterable[ActivationRecord]) -> None:
-        """Waits for each copy; then the tensor on the device is let go of."""
+        """Waits for each copy; then the tensor on the device is dropped."""
         for record in list(records):
             if record.state is not ActivationState.SPILLING:
                 continue

@@ -31,11 +31,11 @@ class Adapter(NotCopied):
     name = ""
 
     def attach(self, conductor: ConductorRuntime, name: str) -> None:
-        """Saves the runtime's knobs. Called by ConductorRuntime.register_adapter, with `name` as its owner."""
+        """Saves the runtime's settings. Called by ConductorRuntime.register_adapter, with `name` as its owner."""
         self._conductor, self.name = conductor, name
 
     def detach(self) -> None:
-        """Puts them back. Again is fine."""
+        """Puts them back. May be called again."""
         self._conductor = None
 
     def on_phase(self, phase: Phase) -> None: ...
@@ -64,11 +64,11 @@ class Adapter(NotCopied):
         return None
 
     def window(self) -> int | None:
-        """Units that it fetches ahead; None where it does not say."""
+        """Units that it prefetches; None where it does not say."""
         return None
 
     def snapshot(self) -> dict:
-        """For telemetry: the knobs as they are."""
+        """For telemetry: the settings as they are."""
         return {}
 
     # ------------------------------------------------------------------ before a load that somebody else carries out

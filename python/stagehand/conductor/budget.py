@@ -42,7 +42,7 @@ class BudgetManager(NotCopied):
         return self._owners[owner]
 
     def unregister(self, owner: str) -> None:
-        """Ends it with its reservations and tokens. Again is fine."""
+        """Ends it with its reservations and tokens. May be called again."""
         number = self._owners.pop(owner, None)
         if number is not None:
             self._core.unregister(number)
@@ -72,7 +72,7 @@ class BudgetManager(NotCopied):
         return Grant(GrantStatus(status), granted, DenialReason(reason), ident)
 
     def release(self, grant: Grant) -> None:
-        """Ends a reservation, a Grant or its id. Again is fine."""
+        """Ends a reservation, a Grant or its id. May be called again."""
         self._core.release(grant.id if isinstance(grant, Grant) else grant)
         self._settle()
 

@@ -83,7 +83,7 @@ class ConductorRuntime(Owning):
     def _refuse_twice(self, runtime) -> None:
         for name, other in self._adapters.items():
             if runtime in (getattr(other, "runtime", None), getattr(other, "optimizer", None)):
-                raise InvalidStateTransitionError(f"it is attached to this conductor already, as {name!r}")
+                raise InvalidStateTransitionError(f"it is attached to this conductor already, as {name!r}: use that")
 
     def _free_name(self, kind: str) -> str:
         found, number = kind, 0
@@ -112,7 +112,7 @@ class ConductorRuntime(Owning):
             self._push()
 
     def unregister_adapter(self, name: str) -> None:
-        """Detaches it: its runtime is as it was. Again is fine."""
+        """Detaches it: its runtime is as it was. May be called again."""
         if self.core is None:
             return
         with self._lock:
@@ -327,7 +327,7 @@ class ConductorRuntime(Owning):
     # ------------------------------------------------------------------ the end
 
     def shutdown(self) -> None:
-        """Detaches all adapters; every knob is what it was. Reservations are denied from now on. Again is fine."""
+        """Detaches all adapters; every setting is as before. Later reservations are denied. May be called again."""
         if self.core is None:
             return
         with self._lock:

@@ -24,7 +24,7 @@ class AcquireResult(NamedTuple):
 
 
 class TransferManager(NotCopied):
-    """Slots of each direction. Every token that is acquired is released once; again is fine."""
+    """Slots of each direction. Every token that is acquired is released once; to release it again does nothing."""
 
     def __init__(self, core: _core.Conductor, budget: BudgetManager) -> None:
         self._core = core

@@ -53,8 +53,8 @@ class Record:
         dtype = None if known is None else getattr(torch, known, None)
         if dtype is None:
             who = "Stagehand does not know" if known is None else f"PyTorch {torch.__version__} does not have"
-            raise CheckpointError(f"{self.name} is of the dtype {self.dtype_name}, which {who}", "UNSUPPORTED",
-                                  self.name)
+            raise CheckpointError(f"{self.name} is of the dtype {self.dtype_name}, which {who}: convert the file",
+                                  "UNSUPPORTED", self.name)
         return dtype
 
 
@@ -81,7 +81,7 @@ class Records(Mapping):
 class Checkpoint(NotCopied, Mapping):
     """name -> tensor over model files, in the order on disk. Headers are checked at opening, as for streaming.
 
-    Each access reads the tensor anew into memory of its own; nothing is mapped or cached. A context manager.
+    Each access reads the tensor again into memory of its own; nothing is mapped or cached. A context manager.
     Raises KeyError for a name that is not there, TransferError when a file was truncated or changed since.
     Threads: any.
     """
@@ -123,7 +123,7 @@ class Checkpoint(NotCopied, Mapping):
         return self.files[record.file]
 
     def close(self) -> None:
-        """Closes the files once nothing streams from them. Again is fine."""
+        """Closes the files once nothing streams from them. May be called again."""
         self.core.close()
 
     def __enter__(self) -> "Checkpoint":

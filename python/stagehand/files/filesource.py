@@ -140,7 +140,8 @@ class FileSource:
             bindings.append(Binding(want, record))
         if missing and strict:
             raise CheckpointError(
-                f"{self.checkpoint.path} has no tensor for {some_of(missing)}", "NOT_FOUND", missing[0])
+                f"{self.checkpoint.path} has no tensor for {some_of(missing)}: give the file of this model, or build "
+                "the model that the file is of", "NOT_FOUND", missing[0])
         return bindings
 
     def _refuse_codes_alone(self, wanted: list[Wanted]) -> None:
@@ -370,7 +371,7 @@ class FileSource:
         return self.checkpoint[key]
 
     def close(self) -> None:
-        """Closes the files; bound parameters stay readable: FileWeights keep them open. Again is fine."""
+        """Closes the files; bound parameters stay readable: FileWeights keep them open. May be called again."""
         self._maps.clear()
         if self._map_files:
             self.checkpoint.close()
@@ -384,7 +385,7 @@ class FileSource:
 def _like(want: Wanted, param, data: torch.Tensor):
     """A parameter as `param` with values of its own."""
     if isinstance(param, nn.parameter.UninitializedTensorMixin):
-        raise StagehandError(f"{want.names[0]} is not initialised: run the lazy module once first")
+        raise StagehandError(f"{want.names[0]} is not initialized: run the lazy module once first")
     differentiable = data.is_floating_point() or data.is_complex()
     kind = nn.Parameter if isinstance(param, FileWeight) else type(param)
     new = torch.Tensor._make_subclass(kind, data, param.requires_grad and differentiable)

@@ -72,7 +72,7 @@ class PinnedPool(Owning):
 
     def acquire(self, size_bytes: int) -> PinnedSlab | list[PinnedSlab]:
         """Takes ceil(size_bytes / slab_bytes) slabs together: one bare, several as a list (they are not
-        neighbours). Waits until they are free and warns after 100 ms. Raises StagehandOOMError for more than
+        neighbors). Waits until they are free and warns after 100 ms. Raises StagehandOOMError for more than
         the pool has, ValueError unless size_bytes is positive, StagehandError after shutdown."""
         if size_bytes <= 0:
             raise ValueError(f"size_bytes must be positive, not {size_bytes}")
@@ -107,7 +107,7 @@ class PinnedPool(Owning):
         return stats
 
     def shutdown(self) -> None:
-        """Waiting and later acquires raise StagehandError. Held slabs stay valid. Again is fine."""
+        """Waiting and later acquires raise StagehandError. Held slabs stay valid. May be called again."""
         self._core.shutdown()
 
 

@@ -87,7 +87,7 @@ class QuantSource(FileSource):
             if record.name in self.records:
                 raise CheckpointError(
                     f"{self.checkpoint.path} holds {record.name} twice: as a tensor, and as a part of the quantised "
-                    f"layer {layer['name']}", object=record.name)
+                    f"layer {layer['name']}: remove one of the two", object=record.name)
             self.records[record.name] = record
 
     # ------------------------------------------------------------------ finding

@@ -29,7 +29,7 @@ from ..weights.guarded import other_offloading
 
 
 class Offloaded(Owning):
-    """A pipeline under management. As a context it ends with its shutdown.
+    """A managed pipeline. As a context it ends with its shutdown.
 
     runtimes: name of the pipeline's component -> its LayerRuntime. moved: components in which nothing can stream, and
     which are on the device as a whole.
@@ -42,7 +42,7 @@ class Offloaded(Owning):
         self.moved: dict[str, torch.nn.Module] = {}
 
     def shutdown(self) -> None:
-        """The pipeline's models are plain again, on the host. Again is fine."""
+        """The pipeline's models are plain again, on the host. May be called again."""
         for runtime in self.runtimes.values():
             runtime.shutdown()
         for model in self.moved.values():
@@ -123,7 +123,7 @@ def offload(pipe: object, vram_budget: Size | None = None, *, device: DeviceLike
     for name, model in models.items():
         others = other_offloading(model)
         if others:
-            raise StagehandError(f"{name} of the pipeline is offloaded already; its remove_all_hooks() ends that"
+            raise StagehandError(f"{name} of the pipeline is offloaded already; call its remove_all_hooks() first"
                                  f"{others}", object=name)
     common = _common_device(device, ceiling)
     turns = Turns(None if ceiling is None else ceiling + _others(common))

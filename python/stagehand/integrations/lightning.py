@@ -70,7 +70,7 @@ class StagehandStrategy(_Managing, strategies.SingleDeviceStrategy):
     options: of `stagehand.layer`: vram_budget, trainables, transfer and others. device: left out, the one that the
         Trainer's `accelerator` and `devices` name.
 
-    A module of which a part is under management already stays so until the Trainer is done with it. Optimizers keep
+    A module of which a part is managed already stays so until the Trainer is done with it. Optimizers keep
     their state beside their weights: on the host, or on the device for adapters that live there. Raises StagehandError
     where the Trainer has several devices, StagehandOOMError where the budget is too small; the module is then as it
     was.

@@ -13,7 +13,7 @@ resuming, evaluation, clipping and accumulation are the Trainer's.
 
     model = AutoModelForCausalLM.from_pretrained(name, quantization_config=StagehandConfig(vram_budget="12GB"))
 
-gives a model that is under management already. transformers has one public door for those who load a model in their own
+gives a model that is managed already. transformers has one public door for those who load a model in their own
 way, its registry of quantizers, and so a configuration comes through it that quantizes nothing. Tried with transformers
 5.24 and accelerate 1.15.
 """
@@ -46,17 +46,17 @@ def offloaded_adamw(args: TrainingArguments, **options: object) -> tuple[type, d
 
 
 class StagehandCallback(TrainerCallback):
-    """Puts the model of a Trainer under management, before its first pass.
+    """Manages the model of a Trainer, from before its first pass.
 
     model: the model on the host that the Trainer is given, so that the Trainer does not move it to the device first.
         None: the Trainer moves it, and it is taken back to the host, which needs a device that holds it for a moment.
-        A model that is under management stays as it is.
+        A model that is managed stays as it is.
     overlap: True updates weights while the last backward of an accumulation goes on
         (`OffloadedAdamW.last_backward`). It needs `optimizer_cls_and_kwargs=offloaded_adamw(args)`, `max_grad_norm=0`
         and no fp16, whose scaler and whose clipping need all gradients first.
     options: of `stagehand.layer`: vram_budget, trainables, transfer and others. device: left out, the Trainer's.
 
-    The model stays under management behind `train()`; `stagehand.shutdown(model)` ends that. Errors come from Trainer's
+    The model stays managed behind `train()`; `stagehand.shutdown(model)` ends that. Errors come from Trainer's
     construction (StagehandOOMError for a budget that is too small) and from `train()`, before the first pass.
     """
 
@@ -102,7 +102,7 @@ class StagehandCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
                      **kwargs: object) -> None:
-        """The model stays under management."""
+        """The model stays managed."""
         self._leave()
 
     # ------------------------------------------------------------------ internal

@@ -1,1 +1,1 @@
-"""Internal: the ways to put a model under management, and their runtimes. Public names are in `stagehand`."""
+"""Internal: the ways to put a managed model, and their runtimes. Public names are in `stagehand`."""

@@ -58,7 +58,7 @@ def find_blocks(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
     try:
         search = re.compile(pattern).search
     except re.error as error:
-        raise InvalidArgumentError(f"block_pattern {pattern!r} is not a regular expression: {error}",
+        raise InvalidArgumentError(f"block_pattern must be a regular expression, and {pattern!r} is none: {error}",
                                    object="block_pattern") from error
     names = [name for name, _ in model.named_modules() if name]
     found = [(name, module) for name, module in model.named_modules()
@@ -189,7 +189,7 @@ class _Unopened:
             opening.make_way()
 
     def remove(self) -> None:
-        """Again is fine."""
+        """May be called again."""
         self.make_way()
         while self.opening:
             self.opening.pop().remove()
@@ -232,7 +232,7 @@ class StagehandRuntime(SessionRuntime):
             self._pool = pool
             self._own_pool: PinnedPool | None = None
             self._device = device
-            self._target: devices.Target | None = None  # once the model was under management
+            self._target: devices.Target | None = None  # once the model was managed
             self._runs_on: torch.device | None = None  # once somebody asked for it before that
             self._ram_budget = budget_bytes(ram_budget, "ram_budget")
             self._source: FileSource | None = None
@@ -285,7 +285,8 @@ class StagehandRuntime(SessionRuntime):
                                                 map: bool = True) -> int:
         """The same for a folder with an index of shards (or a single file)."""
         if not os.path.isdir(source_dir):
-            raise NotFoundError(f"{source_dir} is not a folder of shards", "NOT_FOUND", str(source_dir))
+            raise NotFoundError(f"{source_dir} is not a folder: give the folder of the shards", "NOT_FOUND",
+                                str(source_dir))
         return self.convert_registry_to_file_backed(source_dir, strict=strict, map=map)
 
     def attach(self, source: FileSource) -> None:
@@ -301,7 +302,7 @@ class StagehandRuntime(SessionRuntime):
                 "weights can be made file-backed before the first step only: make a new runtime for it")
         if self._source is not None:
             raise InvalidStateTransitionError(
-                f"the weights are file-backed already, by {self._source.checkpoint.path}")
+                f"the weights are file-backed already, by {self._source.checkpoint.path}: make another runtime")
 
     # ------------------------------------------------------------------ opening
 
@@ -309,12 +310,12 @@ class StagehandRuntime(SessionRuntime):
         """Takes the model over now, if that has not happened. Raises StagehandOOMError when the budget is too
         small; the model is then as it was."""
         if self._closed:
-            raise InvalidStateTransitionError("the runtime has been shut down")
+            raise InvalidStateTransitionError("the runtime has been shut down; make a new one")
         session = self.session  # without the lock where it is there: a call of the model may be under way
         if session is None:
             with unseen(), self._life:
                 if self._closed:
-                    raise InvalidStateTransitionError("the runtime has been shut down")
+                    raise InvalidStateTransitionError("the runtime has been shut down; make a new one")
                 if self.session is None:
                     self._open()
                 session = self.session
@@ -475,7 +476,7 @@ class StagehandRuntime(SessionRuntime):
         return self._telemetry
 
     def shutdown(self) -> None:
-        """The model is plain again, on the host; file-backed weights stay views of their files. Again is fine."""
+        """The model is plain again, on the host; file-backed weights stay views of their files. May be called again."""
         self._may_end()
         with unseen(), self._life:
             if self._ended:
@@ -501,7 +502,7 @@ class StagehandRuntime(SessionRuntime):
         """Like shutdown; returns a PinnedPool for the next model: the one given, the one made for pinned_slab_mb,
         else a new one. A model whose weights are all in RAM needs none."""
         if self._closed:
-            raise RuntimeError("stagehand: the runtime has been shut down already")
+            raise RuntimeError("stagehand: the runtime has been shut down already; make a new one")
         pool, self._own_pool = self._pool or self._own_pool, None
         largest = self.session.largest_unit() if self.session is not None else 0
         self.shutdown()

@@ -32,7 +32,7 @@ def about_to_wrap(model):
 
 
 class SessionRuntime(Owning, Residency):
-    """A runtime over `self.session`. `_opened()` returns the session once the model is under management. As a context
+    """A runtime over `self.session`. `_opened()` returns the session once the model is managed. As a context
     it ends with its shutdown."""
 
     _instead = ("leave the runtime out. A copy or pickle of the model is a plain model, which stagehand.layer or "

@@ -52,7 +52,7 @@ SETTINGS = (
             "as for the planner"),
     Setting("policy", "", "'planned': resident set, places and copy order are planned from the recorded order",
             "'static': fixed lookahead, watermarks, eviction by distance to next use x size"),
-    Setting("prefetch_window_blocks", "units", NOTHING, "units fetched ahead", _PLANNER),
+    Setting("prefetch_window_blocks", "units", NOTHING, "units prefetched", _PLANNER),
     Setting("eviction_cooldown_steps", "steps", NOTHING, NOTHING,
             "eviction looks at the distance to the next use instead"),
     Setting("strict_bf16", "", "with dtype=torch.bfloat16: a block output of another floating dtype is an error",

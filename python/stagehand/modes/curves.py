@@ -33,7 +33,8 @@ class Curve(list):
 def curve_of(session, points: int) -> Curve:
     check("points", points, "integer")
     if not session.streaming:
-        raise StagehandError(f"all weights of {session.name} stay on the device: a larger budget changes nothing")
+        raise StagehandError(f"all weights of {session.name} stay on the device: a larger budget changes nothing; "
+                             "give a smaller one")
     session.steps.close_finished_step()
     text, found, svg = session.core.curve(points)
     return Curve(text, json.loads(found), svg)

@@ -52,7 +52,8 @@ def _invalid(text: str, what: str) -> StagehandError:
 def _dtype(name: str, what: str) -> torch.dtype:
     dtype = getattr(torch, _TORCH_NAMES.get(name, ""), None)
     if dtype is None:
-        raise StagehandError(f"{what} is {name}, which PyTorch {torch.__version__} does not have", object=what)
+        raise StagehandError(f"{what} is {name}, which PyTorch {torch.__version__} does not have: convert it",
+                             object=what)
     return dtype
 
 
@@ -233,7 +234,7 @@ class Runner(NotCopied):
         return self._core.layer_metrics(index)
 
     def close(self) -> None:
-        """Ends the runner and gives its device memory back. Again is fine."""
+        """Ends the runner and gives its device memory back. May be called again."""
         self._core.close()
 
     def __enter__(self) -> Runner:

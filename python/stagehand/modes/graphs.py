@@ -195,7 +195,8 @@ class CapturedModel:
                                                "call the model itself, or under torch.no_grad()")
             elif not _same(leaf, static):
                 raise InvalidArgumentError(
-                    f"input {i} was {static!r} when the model was captured, and is part of the graph")
+                    f"input {i} was {static!r} when the model was captured, and is part of the graph: capture "
+                    f"another graph for {leaf!r}")
         return leaves
 
     def _capture(self, session, warm: bool) -> tuple:

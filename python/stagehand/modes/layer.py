@@ -80,10 +80,10 @@ class LayerRuntime(SessionRuntime):
             if not layers:
                 raise ValueError(
                     f"No eligible layers in {type(model).__name__}: nothing of it is a Linear, a convolution or an "
-                    f"embedding, or owns {OWNED_BYTES} bytes of parameters")
+                    f"embedding, or owns {OWNED_BYTES} bytes of parameters: wrap the module that owns the weights")
             kept = budget_bytes(ram_budget, "ram_budget")
             if prefetch_k != 3:
-                warnings.warn("stagehand: prefetch_k has no effect: the planner chooses how far to fetch ahead "
+                warnings.warn("stagehand: prefetch_k has no effect: the planner chooses how far to prefetch "
                               "(the fixed window is policy='static' of StagehandRuntime)", RuntimeWarning, stacklevel=3)
             self._given_budget = budget_bytes(vram_budget, "vram_budget")
             self.model = model
@@ -148,7 +148,7 @@ class LayerRuntime(SessionRuntime):
         return self.session.core.stats()["steps"]
 
     def shutdown(self) -> None:
-        """The model is plain again, on the host. Again is fine."""
+        """The model is plain again, on the host. May be called again."""
         self._may_end()
         with unseen(), self._life:
             self.telemetry.freeze()
@@ -162,7 +162,7 @@ class LayerRuntime(SessionRuntime):
         """Like shutdown; returns a PinnedPool for the next model: the one that was given, else a new one. A model whose
         weights are all in RAM needs none."""
         if self.session.closed:
-            raise RuntimeError("stagehand: the runtime has been shut down already")
+            raise RuntimeError("stagehand: the runtime has been shut down already; make a new one")
         largest = self.session.largest_unit()
         self.shutdown()
         return self._pool if self._pool is not None else pool_for_next(largest)
@@ -204,7 +204,7 @@ def layer(model: torch.nn.Module, *, vram_budget: Size | None = None, ram_budget
     vram_budget: what its parameters, buffers and places may take on the device together: bytes, "8GB"
         (10^9), "8GiB" (2^30); activations come on top. None: it is found, and follows what the rest of the process and
         other processes need (docs/budget.md); runtime.stats["budget_found"] says what it is and why.
-    prefetch_k: of no effect, for callers of old: the planner chooses how far to fetch ahead, and another value warns.
+    prefetch_k: of no effect, for callers of old: the planner chooses how far to prefetch, and another value warns.
     dtype: torch.dtype that floating parameters are cast to; None keeps each tensor's own.
     inference_mode: True promises that weights are only written inside `runtime.writing()`; then all of them
         are fetched across steps.
@@ -273,7 +273,7 @@ class Runtime:
     wrap = layer
 
     def shutdown(self) -> None:
-        """Shuts down the runtime of each model that it wrapped. Again is fine."""
+        """Shuts down the runtime of each model that it wrapped. May be called again."""
         for runtime in members(self._made):
             runtime.shutdown()
             self._made.discard(runtime)

@@ -1,4 +1,4 @@
-"""`session`: weights, activations, optimiser and conductor from one configuration, and one context manager for a step.
+"""`session`: weights, activations, optimizer and conductor from one configuration, and one context manager for a step.
 
     with stagehand.session(model, "train.json") as memory:
         for batch in batches:
@@ -146,9 +146,9 @@ class MemorySession(Owning, HasRuntime):
         None: counted. After an exception the next step is as any other. Raises InvalidStateTransitionError inside
         another step and after shutdown."""
         if self._closed:
-            raise InvalidStateTransitionError("the session has been shut down")
+            raise InvalidStateTransitionError("the session has been shut down; make a new one")
         if self._passes is not None:
-            raise InvalidStateTransitionError("a step of this session is open: it ends before the next begins")
+            raise InvalidStateTransitionError("a step of this session is open: end it before the next begins")
         if number is None:
             number = self.steps
         self._passes = passes = contextlib.ExitStack()
@@ -172,7 +172,7 @@ class MemorySession(Owning, HasRuntime):
 
     def _check_step(self) -> contextlib.ExitStack:
         if self._passes is None:
-            raise InvalidStateTransitionError("no step is open: this goes inside `with memory.step():`")
+            raise InvalidStateTransitionError("no step is open: call this inside `with memory.step():`")
         return self._passes
 
     def enter_forward(self) -> None:
@@ -207,7 +207,7 @@ class MemorySession(Owning, HasRuntime):
     # ------------------------------------------------------------------ the end
 
     def shutdown(self) -> None:
-        """The model is plain again, on the host. Again is fine. Raises InvalidStateTransitionError inside a step."""
+        """The model is plain again, on the host. May be called again. InvalidStateTransitionError inside a step."""
         if self._passes is not None:
             raise InvalidStateTransitionError("a step is open: shut the session down after it")
         self._closed = True

@@ -52,7 +52,7 @@ def _no_duplicates(pairs):
     found = {}
     for key, value in pairs:
         if key in found:
-            raise InvalidArgumentError(f"the configuration has the key {key!r} twice", object=key)
+            raise InvalidArgumentError(f"the configuration has the key {key!r} twice: remove one", object=key)
         found[key] = value
     return found
 
@@ -70,7 +70,7 @@ def _read(config):
             raise
         raise InvalidArgumentError(f"{name} is not JSON: {error}", object=name) from error
     except RecursionError as error:
-        raise InvalidArgumentError(f"{name} nests objects or lists too deeply for a configuration",
+        raise InvalidArgumentError(f"{name} nests objects or lists too deeply: give a configuration",
                                    object=name) from error
 
 
@@ -79,13 +79,13 @@ def _text_of(path, name: str) -> str:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise InvalidArgumentError(f"{name} is not a regular file, as a configuration is", object=name)
+            raise InvalidArgumentError(f"{name} must be a regular file, as a configuration is", object=name)
         with open(descriptor, "rb", closefd=False) as file:
             text = file.read(MOST_BYTES + 1)
     finally:
         os.close(descriptor)
     if len(text) > MOST_BYTES:
-        raise InvalidArgumentError(f"{name} has more than {MOST_BYTES} bytes: that is no configuration", object=name)
+        raise InvalidArgumentError(f"{name} has more than {MOST_BYTES} bytes: give a configuration", object=name)
     return text.decode("utf-8")
 
 
@@ -119,7 +119,7 @@ def read_config(config) -> dict[str, dict]:
     config = _read(config)
     _check_keys("the configuration", config, ("memory",))
     if "memory" not in config:
-        raise InvalidArgumentError('the configuration has no key "memory"', object="memory")
+        raise InvalidArgumentError('the configuration has no key "memory": put its sections there', object="memory")
     memory = config["memory"]
     _check_keys("memory", memory, ("strategy", "stagehand"),
                 lambda key: f"it goes into {_WHERE}" if key in SECTIONS else None)

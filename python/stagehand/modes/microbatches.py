@@ -50,9 +50,9 @@ def block_major(model: torch.nn.Module, stages: Iterable[Callable], micro_batche
         raise ValueError("stages is empty: give the model's blocks in the order in which they run")
     for i, stage in enumerate(stages):
         if not callable(stage):
-            raise TypeError(f"stage {i} is a {type(stage).__name__}, which cannot be called")
+            raise TypeError(f"stage {i} is a {type(stage).__name__}, which cannot be called: give modules or functions")
     if seeds is not None and len(seeds) != len(values):
-        raise ValueError(f"{len(seeds)} seeds for {len(values)} micro-batches")
+        raise ValueError(f"{len(seeds)} seeds for {len(values)} micro-batches: give one for each")
     session = _session(model)
     if session is None:
         return _run(stages, values, extras, checkpoint, _random(seeds, values), None)
@@ -105,10 +105,10 @@ def _extras(kwargs, count: int):
         return kwargs
     given = list(kwargs)
     if len(given) != count:
-        raise ValueError(f"kwargs has {len(given)} entries for {count} micro-batches")
+        raise ValueError(f"kwargs has {len(given)} entries for {count} micro-batches: give one for each")
     for j, extra in enumerate(given):
         if extra is not None and not isinstance(extra, Mapping):
-            raise TypeError(f"kwargs of micro-batch {j} is a {type(extra).__name__}, not a mapping")
+            raise TypeError(f"kwargs of micro-batch {j} must be a mapping or None, not a {type(extra).__name__}")
     return lambda i, j: given[j]
 
 

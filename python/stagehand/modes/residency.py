@@ -123,7 +123,7 @@ class Residency:
         """The open session of this runtime."""
         session = self._manage()
         if session.closed:
-            raise InvalidStateTransitionError("the runtime has been shut down")
+            raise InvalidStateTransitionError("the runtime has been shut down; make a new one")
         return session
 
     def _into_books(self) -> tuple:
@@ -169,7 +169,7 @@ class Residency:
         self._residency_session().stay.arrive(call, *args)
 
     def _tell(self, call: str) -> None:
-        """A call of the core that only lets go. A runtime that has been shut down has done so."""
+        """A call of the core that only frees. A runtime that has been shut down has done so."""
         session = self.session
         if session is None or session.closed:
             return

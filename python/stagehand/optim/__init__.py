@@ -1,4 +1,4 @@
-"""Optimisers for parameters that stay in host memory.
+"""Optimizers for parameters that stay in host memory.
 
     opt = stagehand.optim.OffloadedAdamW(model.parameters(), lr=1e-4)
 

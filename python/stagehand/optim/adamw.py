@@ -24,7 +24,7 @@ from . import clip, diskstate, flat, plain
 
 
 class StateBytes(NamedTuple):
-    """Bytes of optimiser state by where they are."""
+    """Bytes of optimizer state by where they are."""
 
     host: int
     disk: int
@@ -68,8 +68,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
     torch.optim.AdamW's go both ways.
 
     Threads: one thread at a time takes steps; the hooks of last_backward may run on any. After fork the child
-    makes an optimiser of its own. Errors: ValueError for settings, RuntimeError for gradients that cannot be used,
-    TransferError when the file of the state cannot be written, after which the state must be loaded anew.
+    makes an optimizer of its own. Errors: ValueError for settings, RuntimeError for gradients that cannot be used,
+    TransferError when the file of the state cannot be written, after which the state must be loaded again.
     """
 
     _step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to us
@@ -111,7 +111,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         # last_backward)
         self._early: dict[torch.Tensor, tuple] = {}
         self._inside: dict[torch.Tensor, dict] | None = None  # in last_backward: parameters to their group
-        self._scaled = False  # a GradScaler has used this optimiser
+        self._scaled = False  # a GradScaler has used this optimizer
         self._broken = ""
         self.grad_norm: torch.Tensor | None = None
 
@@ -131,7 +131,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
             for param in group["params"]:
                 self._positions[param] = len(self._positions)
                 if self._settings["stochastic_rounding"] and param.dtype == torch.float16:
-                    raise ValueError(f"stochastic_rounding is for bfloat16, and {self._describe(param)} is float16")
+                    raise ValueError(f"stochastic_rounding is for bfloat16, and {self._describe(param)} is float16: "
+                                     "leave it out")
                 if param.requires_grad:
                     self._take_room(param)
         except BaseException:
@@ -157,7 +158,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def _refuse_shape(self, param: torch.Tensor, key: str, shape) -> None:
         raise RuntimeError(
             f"the state '{key}' of {self._describe(param)} has shape {list(shape)}, or the weight has another "
-            "dtype than before: delete opt.state[p] to begin anew with this parameter"
+            "dtype than before: delete opt.state[p] to begin again with this parameter"
         )
 
     def _position(self, param: torch.Tensor) -> int:
@@ -624,7 +625,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def _check_usable(self) -> None:
         if self._broken:
-            raise RuntimeError(f"{self._broken}. Load weights and optimiser state, then go on")
+            raise RuntimeError(f"{self._broken}. Load weights and optimizer state, then go on")
 
 
 def _parts(state: dict) -> dict[str, torch.Tensor]:
@@ -640,7 +641,8 @@ def _check_and_keep_dtypes(optimizer: OffloadedAdamW, state_dict: dict) -> dict:
     """A pre-hook of load_state_dict, the last one. What cannot be used is refused before anything has changed;
     tensors pass through the rest of it as they are."""
     if any(group.get("amsgrad") for group in state_dict["param_groups"]):
-        raise ValueError("the state is of an optimiser with amsgrad, which OffloadedAdamW does not have")
+        raise ValueError("the state is of an optimizer with amsgrad, which OffloadedAdamW does not have: load it into "
+                         "torch.optim.AdamW")
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, param in zip(numbers, params):

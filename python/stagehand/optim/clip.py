@@ -16,7 +16,7 @@ _shared: tuple[int, _core.AdamW] | None = None  # of this process
 
 
 def shared_core() -> _core.AdamW:
-    """Threads for callers without an optimiser; started at first use, once in a process."""
+    """Threads for callers without an optimizer; started at first use, once in a process."""
     global _shared
     if _shared is None or _shared[0] != os.getpid():  # threads do not survive a fork
         _shared = os.getpid(), _core.AdamW()
@@ -55,7 +55,8 @@ def coefficient(norm: float, max_norm: float) -> float:
 def clip(core: _core.AdamW, grads, max_norm: float, error_if_nonfinite: bool) -> torch.Tensor:
     norm = total_norm(core, grads)
     if error_if_nonfinite and not math.isfinite(norm):
-        raise RuntimeError(f"the total norm of the gradients is {norm}, so they cannot be clipped")
+        raise RuntimeError(f"the total norm of the gradients is {norm}, so they cannot be clipped: call "
+                           "zero_grad() and skip the step")
     factor = coefficient(norm, float(max_norm))
     if factor != 1.0:
         host, others = _parted(grads)

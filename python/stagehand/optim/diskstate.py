@@ -1,4 +1,4 @@
-"""Optimiser state of parameters in the core's file: room for it, and the way between file and tensors."""
+"""Optimizer state of parameters in the core's file: room for it, and the way between file and tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Internal: a model under management, and its steps."""
+"""Internal: a managed model, and its steps."""
 
 from .._moved import attribute
 

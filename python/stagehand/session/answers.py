@@ -2,11 +2,11 @@
 
 Libraries ask a model for the device on which its inputs belong. diffusers' and transformers' models have a property
 `device` for that, which reads the first parameter, and pipelines, generate(), Trainer and PEFT go by it. The first
-parameter of a managed model may be a master on the host. While such a model is under management, properties named
+parameter of a managed model may be a master on the host. While such a model is managed, properties named
 `device` of its modules' classes therefore answer with the device on which it runs. The same holds for the functions
 of these libraries that read the first parameter. `next(model.parameters()).device` says where the master is.
 
-A class gets its own property back when the last model that needs the answer is let go. Models that are not managed get
+A class gets its own property back when the last model that needs the answer has ended. Models that are not managed get
 the property's own answer.
 """
 
@@ -46,7 +46,7 @@ class Answer:
             ranks.stand_in()
 
     def end(self) -> None:
-        """Again is fine."""
+        """May be called again."""
         with standins.lock:
             _watching.discard(self)
             for ident in [ident for ident, (_, answer) in _answers.items() if answer() in (self, None)]:

@@ -125,7 +125,7 @@ class Captures:
         steps = self._steps
         session = self._session
         if session.closed:
-            raise StagehandError(f"'{session.name}' has been shut down: its graphs are of no use any more")
+            raise StagehandError(f"'{session.name}' has been shut down: capture the model again")
         with steps.lock:
             self.refuse_inside()
             steps.recover()

@@ -123,7 +123,7 @@ class Region(ManagedForward):
 
     def put_back(self) -> None:
         """Wrappers and masters stand where they stood. Parameters that were assigned meanwhile are assigned to them.
-        Again is fine, also for a call that an interrupt has ended here."""
+        May be called again, also for a call that an interrupt has ended here."""
         if self._out is None:
             return
         wrappers, seen = self._out
@@ -189,7 +189,7 @@ class Regions:
 
     def __init__(self, session) -> None:
         self._session = session
-        self.lock = threading.Lock()  # of whoever looks for regions
+        self.lock = threading.Lock()  # of threads that look for regions
         self.clear()
 
     def clear(self) -> None:
@@ -213,7 +213,7 @@ class Regions:
 
     def find(self) -> None:
         """Takes over compiled modules that are new: the outermost that can be regions. Those that the budget does not
-        hold any more run uncompiled; those that were compiled anew are new. Not under the step lock: a region's lock is
+        hold any more run uncompiled; those that were recompiled are new. Not under the step lock: a region's lock is
         taken. While another thread is at it, that one does it once more: it may wait for a region that this one is
         in."""
         self._due = True

@@ -139,7 +139,7 @@ def _are_many(session) -> bool:
 
 def convert(session, module: nn.Module, dtypes: dict) -> bool:
     """Gives the module's tensors the dtypes that `effect` found for their kinds. On failure the model is as it was,
-    under management. False: another thread has shut the runtime down, and nothing was done."""
+    managed. False: another thread has shut the runtime down, and nothing was done."""
     runtime = runtime_of(session.model)
     _refuse_inside(session.local.depth)  # before it waits for a shutdown that waits for this thread's pass
     with contextlib.nullcontext() if runtime is None else runtime._life, session.steps.pass_lock:
@@ -177,7 +177,7 @@ def _refuse(session, files: bool = True) -> None:
     if session.steps.graph_alive():
         raise InvalidStateTransitionError(
             "this model is under stagehand, and autograd may still run backward through its last forward: convert it "
-            "after backward(), or let go of what the forward returned")
+            "after backward(), or drop the forward's outputs")
     if files and session.source is not None:
         raise StagehandError(
             "this model is under stagehand and its weights stream from files, which hold them in one dtype: call "

@@ -110,7 +110,7 @@ class Finding:
         """A pass with these inputs is about to begin."""
         with unseen():
             self._coming = _nbytes((args, kwargs))
-        if self.session.steps.under_way:  # inside a step that is open: learnt, but too late for its budget
+        if self.session.steps.under_way:  # inside a step that is open: learned, but too late for its budget
             self._largest, self._coming = max(self._largest, self._coming), 0
 
     def refused(self) -> None:

@@ -106,7 +106,7 @@ class Needs:
                 max(0, budget - advice["stays_bytes"] - all_bytes))
 
     def budget_with(self, room: int) -> int:
-        """A budget with which the model, wrapped anew, has `room` bytes for places, beside what stays now."""
+        """A budget with which the model, wrapped again, has `room` bytes for places, beside what stays now."""
         came = self._session.stay.reserved - self._advice["stays_bytes"]
         came += self._session.trained.could_take()
         return self._ask(fixed=max(0, self._model["fixed"] + came), room=room)

@@ -1,9 +1,9 @@
-"""DistributedDataParallel over a model under management (docs/distributed.md).
+"""DistributedDataParallel over a managed model (docs/distributed.md).
 
 DDP broadcasts all weights from the first rank when it is made, and wants them on devices of one kind. Frozen weights of
 a managed model stream: DDP leaves them out, and ranks compare samples of them. Trained weights stay where they are,
 on the host or on the device, while DDP lives. It reduces the gradients of the larger part, and Beside those of the
-other (beside.py). While a model is under management the constructor below asks first. A problem of one rank is an error
+other (beside.py). While a model is managed the constructor below asks first. A problem of one rank is an error
 on all ranks, for a rank that went on would wait for the others.
 """
 

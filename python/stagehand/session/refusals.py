@@ -3,8 +3,8 @@ shard of it, are refused before they change anything.
 
 accelerate and diffusers go from model to model and from module to module, and leave their hooks on those that they are
 done with, and fully_shard() from weight to weight. guarded.py refuses the loss of a weight; by then hooks stand on the
-modules before it, and weights of theirs are shards. While a model is under management, the functions and methods below
-look at their arguments first, as far as their modules were imported when the model came under management.
+modules before it, and weights of theirs are shards. While a model is managed, the functions and methods below
+look at their arguments first, as far as their modules were imported when the model became managed.
 """
 
 from __future__ import annotations

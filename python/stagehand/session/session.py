@@ -1,4 +1,4 @@
-"""A session: one model under management. It takes the weights over, builds the core's runtime and puts the
+"""A session: one managed model. It takes the weights over, builds the core's runtime and puts the
 model back as it was. Layer mode and block mode choose what is managed and when steps begin.
 
 Order of events, and the parts of a session that have a share in them:
@@ -174,7 +174,7 @@ class Session(NotCopied):
         self.takeover.succeed()
 
     def _forget(self) -> None:
-        """Nothing watches for it any more. Again is fine."""
+        """Nothing watches for it any more. May be called again."""
         sessions.discard(self)
         registrations.unwatch(self)
         optimizers.unwatch()
@@ -233,7 +233,7 @@ class Session(NotCopied):
 
     @apart_from_caller
     def close(self) -> None:
-        """The model is plain again, on the host, with the values it has now. Again is fine."""
+        """The model is plain again, on the host, with the values it has now. May be called again."""
         if not self.opened:
             return
         self.check_process()

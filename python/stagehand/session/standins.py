@@ -1,5 +1,5 @@
-"""Attributes of other libraries' classes and modules are replaced while a model is under management (answers.py,
-ranks.py, refusals.py, tuners.py). They are put back when the last such model is let go."""
+"""Attributes of other libraries' classes and modules are replaced while a model is managed (answers.py,
+ranks.py, refusals.py, tuners.py). They are put back when the last such model has ended."""
 
 from __future__ import annotations
 

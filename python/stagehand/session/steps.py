@@ -545,7 +545,7 @@ class Steps:
         self._session.casts.settle()
 
     def backward_lets_go(self, task: int | None) -> None:
-        """Autograd has let go of a backward: one that has not come to its end has failed."""
+        """Autograd has dropped a backward: one that has not come to its end has failed."""
         if task in self.backwards and not self._session.closed:
             self._failed_backwards += 1
             with contextlib.suppress(StagehandError):  # the backward has failed and said why; the step's end waits, too
@@ -563,7 +563,7 @@ class Steps:
 
 
 class _BackwardsEnd:
-    """Autograd's last call of a backward. One that fails makes no such call, but lets go of the object."""
+    """Autograd's last call of a backward. One that fails makes no such call, but drops the object."""
 
     __slots__ = ("steps", "task")
 

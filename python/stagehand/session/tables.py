@@ -199,7 +199,7 @@ class Tables:
             self.come()
 
     def end(self) -> None:
-        """The session closes, or could not open. Again is fine."""
+        """The session closes, or could not open. May be called again."""
         if self._rows is not None:
             self._rows.close()
         self._pool.clear()

@@ -65,7 +65,7 @@ class Trained:
         self.idle: list[Unit] = []  # units whose weights live on the device
         self._owners: dict[int, list[_Owner]] = {}  # id(unit) -> those of its weights
         self._homes: dict[str, str] = {}  # name of a trained weight -> key of _core.HOMES
-        self._due = False  # it is to be decided anew
+        self._due = False  # it is to be decided again
         self._lacked = 0  # the budget in which leases needed the room of gradients and states
         self._link = 0.0  # bytes/s, measured; 0: not known
         self._reducers: weakref.WeakSet = weakref.WeakSet()  # DistributedDataParallel that has buckets for them

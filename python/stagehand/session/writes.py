@@ -1,4 +1,4 @@
-"""Masters that are written, replaced or tied anew while a model is managed.
+"""Masters that are written, replaced or tied again while a model is managed.
 
 Whatever way a weight is changed, the device has it at the next use: here the host image follows the
 parameter, and the core is told. Writes into the image itself that leave no trace in a version counter are
@@ -71,7 +71,7 @@ class Writes:
     def _refuse_captured_write(self, module: str, weight: str) -> None:
         if self._session.captures.capturing:
             raise StagehandError(f"the forward of {module} writes {weight}, and the host takes part in that: it cannot "
-                                 "be captured", object=weight)
+                                 "be captured. Write it between passes", object=weight)
 
     def write_back(self, plan: ModulePlan, key: str, copy: torch.Tensor, rounds: bool = False) -> None:
         """A forward wrote into its weight: the master gets the values, and counts one write, so that graphs of before
@@ -282,7 +282,7 @@ class Writes:
                 RuntimeWarning, stacklevel=6)
 
     def entry_of(self, param):
-        """The unit and entry of a parameter that streams already (tied anew), or None."""
+        """The unit and entry of a parameter that streams already (tied again), or None."""
         if self._masters is None:
             self._masters = {id(p): (unit, entry) for unit in self._session.units for entry in unit.weights()
                              for p in (entry.param, *entry.twins)}
@@ -310,7 +310,7 @@ class Writes:
             session.unlist(known)
         entry.param, entry.twins = value, list({id(t): t for t in twins}.values())
         self._masters.update({id(new): (unit, entry) for new in (value, *entry.twins)})
-        for other, name in left:  # lets go of the old one
+        for other, name in left:  # drops the old one
             other.original.pop(name, None)
         session.images.put(unit, entry)
         entry.remember()
@@ -351,7 +351,7 @@ class Writes:
         session.regions.look_again(compiled)  # once `reserved` is counted, without the step lock
 
     def _take_up(self, name: str, module) -> None:
-        """Puts a module under management that came to own weights that stream."""
+        """Manages a module that came to own weights that stream."""
         session = self._session
         managed = {key: self.entry_of(p) for key, p in module._parameters.items() if self.entry_of(p) is not None}
         if not managed:

@@ -2,7 +2,7 @@
 
 While a region of autocast lasts, PyTorch keeps the cast that it makes of a leaf that takes a gradient. Each later use
 takes that cast, and the gradients of all uses are added in its dtype before they are cast back, once. A managed weight
-is no leaf inside calls, so that nothing keeps it on the device: each use casts it anew. The same values come out as
+is no leaf inside calls, so that nothing keeps it on the device: each use casts it again. The same values come out as
 long as the weight is not written. Here is what makes the same gradients, and refuses the rest.
 
     one use       Upload -> Gate -> master                                  as without autocast
@@ -11,7 +11,7 @@ long as the weight is not written. Here is what makes the same gradients, and re
                   Upload (the first use) ──────────────────────────> Gate (rounds) -> master
 
 A region is known by the cast of a leaf of our own, which autocast keeps as it keeps those of weights: an object that
-the node of that cast holds dies when autocast lets go of it. PyTorch has one such store for all threads.
+the node of that cast holds dies when autocast drops it. PyTorch has one such store for all threads.
 """
 
 from __future__ import annotations

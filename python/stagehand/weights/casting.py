@@ -8,7 +8,7 @@ this is the value that PyTorch has, the image holds values of both dtypes: a cas
     cast(D) in a hook      calls see D(place); the Parameter on the host stays as it is
     cast back              calls see the place
     at rest, not cast back  the Parameter has data of dtype D (`lasting`), the image goes on; where D is smaller, or
-                            values were written that the image cannot hold, the next pass takes the model over anew
+                            values were written that the image cannot hold, the next pass takes the model over again
 
 Locks: as for images. The dtype of a weight is the same for all threads, as in PyTorch.
 """
@@ -275,7 +275,7 @@ class Casts:
         self.now.pop(id(entry), None)
 
     def wants_again(self) -> bool:
-        """Whether a pass that begins has to take the model over anew first: it streams in more bytes than it has, or
+        """Whether a pass that begins has to take the model over again first: it streams in more bytes than it has, or
         has values that its image cannot hold."""
         self._look_for_silent_writes()
         steps = self._session.steps

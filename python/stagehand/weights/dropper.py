@@ -1,4 +1,4 @@
-"""Lets go of large tensors beside the work that goes on."""
+"""Frees large tensors beside the work that goes on."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 mapped (`map=False`).
 
 No memory of the host holds its values, so it cannot be a tensor over bytes. Whatever reads it (an operator,
-state_dict, a copy, a pickle, a forward after shutdown) has its values read anew, right and slow; whatever writes it,
+state_dict, a copy, a pickle, a forward after shutdown) has its values read again, right and slow; whatever writes it,
 or a view of it, is refused. Streaming reads the file's own bytes and never comes here.
 
 States: of the file; after `param.data = x` an alias of x, which the session refuses to stream. Threads: any.

@@ -121,7 +121,7 @@ class Gradients:
             return self._download.stats()
 
     def close(self) -> None:
-        """Waits for copies under way; gradients that are alive keep their memory. Again is fine."""
+        """Waits for copies under way; gradients that are alive keep their memory. May be called again."""
         if os.getpid() != self._pid:
             return
         with self._lock:

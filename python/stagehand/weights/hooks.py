@@ -122,7 +122,7 @@ class Local(threading.local):
         self._take_back()
 
     def _take_back(self) -> None:
-        """Whoever was lent a copy gets the master."""
+        """An owner that was lent a copy gets the master."""
         lent, self.lent = self.lent, []
         for ref, name in lent:
             module = ref()
@@ -384,7 +384,7 @@ class ModulePlan:
     # ------------------------------------------------------------------ the end of a call
 
     def leave(self, frame: Frame, failed: bool) -> None:
-        """Lets go of the places. What the call wrote into its weights goes back to the masters."""
+        """Releases the places. What the call wrote into its weights goes back to the masters."""
         if observed():
             with aside():
                 return self.leave(frame, failed)

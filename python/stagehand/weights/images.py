@@ -167,7 +167,7 @@ class Images:
     # ------------------------------------------------------------------ images
 
     def _new_image(self, unit: Unit) -> None:
-        """Another image, made of the masters: the old one belongs to whoever holds it, or there was none."""
+        """Another image, made of the masters: the old one belongs to its holders, or there was none."""
         session = self._session
         staged = session.quantised.of(unit) is not None or unit.pageable()
         arena = _core.Arena(session.target.core, unit.nbytes, pinned_most=0 if staged else NO_BOUND)

@@ -30,7 +30,7 @@ _READS = frozenset("rbtU")  # of a mode
 
 
 def watch() -> None:
-    """Before a file is mapped. Again is fine: what has been imported since looks from now on, too."""
+    """Before a file is mapped. May be called again: what has been imported since looks from now on, too."""
     for module in (builtins, io, _io):
         _look_first(module, "open", lambda file, mode="r", *rest, **named: file if _writes(mode) else None)
     _look_first(os, "open", lambda path, flags, mode=0o777, *, dir_fd=None: (

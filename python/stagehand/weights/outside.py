@@ -88,7 +88,7 @@ class Outside:
         return None
 
     def look(self, end: bool = False) -> None:
-        """Lets go of leases that are over. end: of all, with the pass."""
+        """Ends leases that are over. end: all of them, with the pass."""
         held, self.held[:] = list(self.held), []
         of_each = Counter(lease.storage for lease in held)
         for lease in held:

@@ -141,7 +141,8 @@ class Handle(_core.Handle):
                 f"{self.entry.name} is needed by a backward whose forward ran under stagehand, and the runtime has "
                 f"been shut down since: run backward first", object=self.entry.name)
         if master.dtype != self.entry.dtype or master.stride() != self.entry.stride:
-            raise StagehandError(f"{self.entry.name} was given other data since its forward", object=self.entry.name)
+            raise StagehandError(f"{self.entry.name} was given other data since its forward: change it after backward",
+                                 object=self.entry.name)
         if self.cast is not None:
             return view(self.entry.as_cast(master, self.cast), self.offset - self.entry.offset, self.dtype, self.shape,
                         self.stride)

@@ -36,14 +36,14 @@ def kind_of(tensor: torch.Tensor) -> int:
 
 class _Detaching(TorchDispatchMode):
     """Takes one operator from the modes below it: the detach of `tensor`. All others go on to them. Autograd gives its
-    thread the caller's modes anew for each node: this one is gone with the node."""
+    thread the caller's modes again for each node: this one is gone with the node."""
 
     supports_higher_order_operators = True
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()
         self.tensor = tensor
-        self.own = self  # PyTorch 2.4 lets go of a mode that it takes off the stack before it gives it to who asked
+        self.own = self  # PyTorch 2.4 drops a mode that it takes off the stack before it gives it to who asked
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         tensor, self.tensor = self.tensor, None

@@ -1,4 +1,4 @@
-"""Weights that are tensors around tensors: those of torchao and quanto, and of whoever follows PyTorch's protocol for
+"""Weights that are tensors around tensors: those of torchao, quanto, and others that follow PyTorch's protocol for
 wrapper subclasses (`__tensor_flatten__`, `__tensor_unflatten__`).
 
 What streams is the plain tensors inside, as the bytes that they hold: each is a `Part` of the unit, and a `Wrapping`

@@ -92,7 +92,7 @@ static sth_status look_for_slab(sth_runtime *rt, sth_slab *out, bool *out_got) {
     *out_got = false;
     for (;;) {
         bool flying = false;
-        if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+        if (rt->shut) return sthi_shut_down(rt);
         sth_status rc = sthi_slab_try(rt, out, out_got);
         if (rc == STH_OK && !*out_got && sthi_jobs_give_newest(rt)) rc = sthi_slab_try(rt, out, out_got);
         if (rc == STH_SHUT_DOWN || *out_got) return rc;

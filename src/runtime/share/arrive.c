@@ -37,7 +37,7 @@ static uint64_t asks_for(sth_runtime *rt, uint64_t least, uint64_t want) {
 
 /* Lays memory out within what the request holds. Lock held. */
 static sth_status come(sth_runtime *rt) {
-    if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+    if (rt->shut) return sthi_shut_down(rt);
     sthi_drain_drops(rt);
     sthi_closing_free(rt);
     if (!rt->share.parked && !sthi_idle(rt, 1)) return STH_OK; /* in use since: at the begin of its next step */
@@ -64,7 +64,7 @@ static sth_status come(sth_runtime *rt) {
 
 static sth_status arrive_locked(sth_runtime *rt) {
     while (rt->share.arriving && !rt->shut) sthi_cond_wait(&rt->changed, &rt->lock);
-    if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+    if (rt->shut) return sthi_shut_down(rt);
     if (!rt->sealed)
         return sthi_fail(STH_INVALID_STATE, NULL, 0, rt->name, "'%s' is not sealed: it has no plan", rt->name);
     uint64_t least = sthi_least_to_plan(rt), want = sthi_max_u64(sthi_wanted(rt), least);

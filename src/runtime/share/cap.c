@@ -14,7 +14,8 @@ sth_status sthi_residency_set_cap(sth_device *device, uint64_t bytes) {
     sthi_unlock(&device->account_lock);
     if (cap >= charge) return STH_OK;
     return sthi_fail(STH_BUDGET_TOO_SMALL, NULL, 0, "cap",
-                     "a cap of %llu bytes is below the %llu that the models on the device occupy now",
+                     "a cap of %llu bytes is below the %llu that the models on the device occupy now; give more, or "
+                     "end a model first",
                      (unsigned long long)cap, (unsigned long long)charge);
 }
 

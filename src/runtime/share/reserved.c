@@ -13,7 +13,7 @@
 #include "state/state.h"
 
 static sth_status check_reserved(sth_runtime *rt, uint64_t bytes) {
-    if (rt->shut) return sthi_fail(STH_SHUT_DOWN, NULL, 0, NULL, "the runtime has been shut down");
+    if (rt->shut) return sthi_shut_down(rt);
     if (sthi_stepping(rt))
         return sthi_fail(STH_INVALID_STATE, NULL, 0, rt->name, "'%s' is inside a step: `reserved` changes "
                          "between steps", rt->name);
