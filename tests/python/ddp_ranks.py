@@ -123,6 +123,7 @@ CASES = {
     "all, norms on the device, reentrant checkpoints": (
         {"trained": "all", "norms": True, "recompute": True, "share": 0.6}, "sgd", {}),
     "all but the norms on the device": ({"norms": True, "trainables": "host", "share": 0.6}, "adamw", {}),
+    "away from the device before": ({"norms": True, "trainables": "host", "share": 0.6, "guest": True}, "sgd", {}),
     "blocks": ({"blocks": True, "share": 0.7}, "adamw", {}),
     "clipping": ({}, "sgd", {"clip": 0.01}),
     "accumulation without reductions": ({}, "sgd", {"accumulate": 3}),
@@ -136,7 +137,7 @@ def run(name: str, rank: int, world: int) -> tuple:
     """(the trained weights, bytes that went to the device, how many weights live on the device)."""
     options, optimizer, how = CASES[name]
     options = dict(options)
-    before, behind = options.pop("before", 0), options.pop("behind", 0)
+    before, behind, guest = (options.pop(name, 0) for name in ("before", "behind", "guest"))
     model = managed(**options)
     runtime, params = stagehand.runtime(model), trained_of(model)
     nbytes = sum(param.nbytes for param in model.parameters())
@@ -147,7 +148,12 @@ def run(name: str, rank: int, world: int) -> tuple:
         model(batch(0, rank, world))
     if rank and before:
         runtime.set_vram_budget(int(nbytes * before))
+    if guest:
+        with runtime.as_guest():
+            model(batch(0, rank, world))
+        assert runtime.session.stay.away
     ddp = nn.parallel.DistributedDataParallel(model)
+    assert not runtime.session.stay.away
     if rank and behind:
         runtime.set_vram_budget(int(nbytes * behind))
     train(ddp, params, OPTIMIZERS[optimizer](params), rank, world, **how)
