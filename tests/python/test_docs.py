@@ -39,6 +39,12 @@ def test_links_and_paths_lead_to_something(page):
     assert not absent
 
 
+def test_each_page_opens_with_what_the_reader_can_do():
+    pages = [page for page in PAGES if page.name not in ("README.md", "CONTRIBUTING.md")]
+    assert not [page.name for page in pages if not re.search(r"After\s+reading\s+this\s+page\s+you",
+                                                             page.read_text()[:400])]
+
+
 def test_no_line_is_longer_than_contributing_says():
     most = int(re.search(r"at most\s(\d+)\s+columns", (ROOT / "CONTRIBUTING.md").read_text())[1])
     files = [path for folder in ("bench", "cli", "examples", "include", "python", "src", "tests", "tools")
