@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import stagehand
 from stagehand import _core
@@ -25,19 +26,25 @@ D, BLOCKS, STEPS = 64, 6, 4
 class Lora(nn.Module):
     """A frozen layer with an adapter beside it."""
 
-    def __init__(self, norm):
+    def __init__(self, norm, recompute=False):
         super().__init__()
+        self.recompute = recompute
         self.norm = nn.LayerNorm(D) if norm else nn.Identity()
         self.base = nn.Linear(D, D).requires_grad_(False)
         self.down, self.up = nn.Linear(D, 4, bias=False), nn.Linear(4, D, bias=False)
 
     def forward(self, x):
+        if self.recompute:
+            return checkpoint(self.compute, x if x.requires_grad else x.requires_grad_(), use_reentrant=True)
+        return self.compute(x)
+
+    def compute(self, x):
         return self.norm(x + torch.tanh(self.base(x) + self.up(self.down(x))))
 
 
-def net(seed=0, trained="adapters", norms=False):
+def net(seed=0, trained="adapters", norms=False, recompute=False):
     torch.manual_seed(seed)
-    model = nn.Sequential(*(Lora(norms) for _ in range(BLOCKS)))
+    model = nn.Sequential(*(Lora(norms, recompute) for _ in range(BLOCKS)))
     return model.requires_grad_(True) if trained == "all" else model
 
 
@@ -50,8 +57,8 @@ def batch(step: int, rank: int, world: int) -> torch.Tensor:
     return torch.randn(8, D, generator=torch.Generator().manual_seed(step)).chunk(world)[rank]
 
 
-def managed(seed=0, trained="adapters", norms=False, share=0.5, blocks=False, **options):
-    model = net(seed, trained, norms)
+def managed(seed=0, trained="adapters", norms=False, recompute=False, share=0.5, blocks=False, **options):
+    model = net(seed, trained, norms, recompute)
     nbytes = sum(param.nbytes for param in model.parameters())
     device = _core.Device("sim", memory_bytes=8 * nbytes)
     if blocks:
@@ -113,7 +120,10 @@ CASES = {
     "all, offloaded optimizer": ({"trained": "all"}, "offloaded", {}),
     "all, updates in the last backward": ({"trained": "all"}, "offloaded", {"overlap": True, "accumulate": 2}),
     "all, norms on the device": ({"trained": "all", "norms": True, "share": 0.6}, "sgd", {"accumulate": 2}),
+    "all, norms on the device, reentrant checkpoints": (
+        {"trained": "all", "norms": True, "recompute": True, "share": 0.6}, "sgd", {}),
     "all but the norms on the device": ({"norms": True, "trainables": "host", "share": 0.6}, "adamw", {}),
+    "away from the device before": ({"norms": True, "trainables": "host", "share": 0.6, "guest": True}, "sgd", {}),
     "blocks": ({"blocks": True, "share": 0.7}, "adamw", {}),
     "clipping": ({}, "sgd", {"clip": 0.01}),
     "accumulation without reductions": ({}, "sgd", {"accumulate": 3}),
@@ -127,7 +137,7 @@ def run(name: str, rank: int, world: int) -> tuple:
     """(the trained weights, bytes that went to the device, how many weights live on the device)."""
     options, optimizer, how = CASES[name]
     options = dict(options)
-    before, behind = options.pop("before", 0), options.pop("behind", 0)
+    before, behind, guest = (options.pop(name, 0) for name in ("before", "behind", "guest"))
     model = managed(**options)
     runtime, params = stagehand.runtime(model), trained_of(model)
     nbytes = sum(param.nbytes for param in model.parameters())
@@ -138,7 +148,12 @@ def run(name: str, rank: int, world: int) -> tuple:
         model(batch(0, rank, world))
     if rank and before:
         runtime.set_vram_budget(int(nbytes * before))
+    if guest:
+        with runtime.as_guest():
+            model(batch(0, rank, world))
+        assert runtime.session.stay.away
     ddp = nn.parallel.DistributedDataParallel(model)
+    assert not runtime.session.stay.away
     if rank and behind:
         runtime.set_vram_budget(int(nbytes * behind))
     train(ddp, params, OPTIMIZERS[optimizer](params), rank, world, **how)

@@ -1,6 +1,7 @@
-"""DistributedDataParallel over managed models, and shards beside them: two ranks with gloo give what one process gives.
+"""DistributedDataParallel over managed models, and shards beside them: ranks with gloo give what one process gives.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -9,21 +10,28 @@ import ddp_ranks
 import pytest
 import torch
 
-WORLD = 2
-
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("this PyTorch has no gloo", allow_module_level=True)
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
+@pytest.fixture(scope="module", params=[2, 4] if os.environ.get("STH_TEST_FULL") else [2])
+def found(request, tmp_path_factory):
     """What each rank found."""
-    folder = tmp_path_factory.mktemp("ranks")
-    ranks = [subprocess.Popen([sys.executable, ddp_ranks.__file__, str(rank), str(WORLD), str(folder / "meeting"),
-                               str(folder / f"{rank}.pt")], stderr=subprocess.PIPE, text=True) for rank in range(WORLD)]
+    folder, world = tmp_path_factory.mktemp("ranks"), request.param
+    ranks = [subprocess.Popen([sys.executable, ddp_ranks.__file__, str(rank), str(world), str(folder / "meeting"),
+                               str(folder / f"{rank}.pt")], stderr=subprocess.PIPE, text=True) for rank in range(world)]
     said = [rank.communicate(timeout=280)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * WORLD, "\n".join(said)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(said)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+def equal(weights: list, params: list, world: int) -> bool:
+    """Two ranks give the same bits. More add up in an order of their own, and an optimizer may step the other way where
+    a gradient is next to nothing."""
+    pairs = zip(weights, params, strict=True)
+    if world == 2:
+        return all(torch.equal(mine, param) for mine, param in pairs)
+    return all((mine - param).abs().mean() < 2e-4 for mine, param in pairs)
 
 
 # Weights that live on the device. One rank has less budget, and they still live where the others' do.
@@ -35,10 +43,11 @@ def test_ranks_train_as_one_process_with_the_same_batch(found, name):
     options, optimizer, how = ddp_ranks.CASES[name]
     model = ddp_ranks.net(trained=options.get("trained", "adapters"), norms=options.get("norms", False))
     params = ddp_ranks.trained_of(model)
-    ddp_ranks.by_hand(params, model, ddp_ranks.OPTIMIZERS[optimizer](params), WORLD, **how)
-    for rank in range(WORLD):
-        weights, h2d_bytes, there = found[rank][name]
-        assert all(torch.equal(mine, param) for mine, param in zip(weights, params, strict=True))
+    ddp_ranks.by_hand(params, model, ddp_ranks.OPTIMIZERS[optimizer](params), len(found), **how)
+    for rank in found:
+        weights, h2d_bytes, there = rank[name]
+        assert equal(weights, params, len(found))
+        assert all(map(torch.equal, weights, found[0][name][0]))
         assert h2d_bytes > 0  # they stream
         assert there == ON_DEVICE.get(name, there)
 
@@ -55,13 +64,13 @@ REFUSALS = {
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_all_ranks_refuse(found, name):
-    for rank in range(WORLD):
-        assert re.search(REFUSALS[name], found[rank][name])
+    for rank in found:
+        assert re.search(REFUSALS[name], rank[name])
 
 
 def test_the_constructor_of_ddp_is_put_back(found):
-    for rank in range(WORLD):
-        assert found[rank]["plain constructor"].startswith("torch.")
+    for rank in found:
+        assert rank["plain constructor"].startswith("torch.")
 
 
 needs_shards = pytest.mark.skipif(not ddp_ranks.HAS_SHARDS, reason="this PyTorch has no fully_shard, or no DTensor")
@@ -72,15 +81,15 @@ needs_shards = pytest.mark.skipif(not ddp_ranks.HAS_SHARDS, reason="this PyTorch
 def test_fully_shard_works_around_and_beside_a_managed_block(found, name):
     model = ddp_ranks.outer()
     params = ddp_ranks.trained_of(model)
-    ddp_ranks.by_hand(params, model, ddp_ranks.OPTIMIZERS["sgd"](params), WORLD)
-    for rank in range(WORLD):
-        assert all(torch.equal(mine, param) for mine, param in zip(found[rank][f"sharded {name}"], params, strict=True))
+    ddp_ranks.by_hand(params, model, ddp_ranks.OPTIMIZERS["sgd"](params), len(found))
+    for rank in found:
+        assert equal(rank[f"sharded {name}"], params, len(found))
 
 
 @needs_shards
 @pytest.mark.parametrize("name", ddp_ranks.SHARDING)
 def test_shards_of_a_managed_block_are_refused_before_anything_is_changed(found, name):
-    for rank in range(WORLD):
-        text, changed = found[rank]["shards"][name]
+    for rank in found:
+        text, changed = rank["shards"][name]
         assert not changed
         assert re.search(rf"{name.split()[0]}\(\) is refused.*shard of \d.base.weight of Sequential.*shutdown", text)

@@ -24,6 +24,7 @@ class Beside:
         self._ddp = known
         self._hooks = [param.register_post_accumulate_grad_hook(self._accumulated) for param in (*weights, *others)]
         ddp.register_forward_pre_hook(self._begins)
+        ddp.register_forward_hook(self._ends)
 
     def broadcast(self) -> None:
         """All ranks have the first one's weights."""
@@ -35,7 +36,14 @@ class Beside:
         if torch.is_grad_enabled():
             self._armed, self._queued = ddp.require_backward_grad_sync, False
 
-    def _accumulated(self, param) -> None:
+    def _ends(self, ddp, inputs, output) -> None:
+        if self._armed:
+            for tensor in _tensors(output):
+                tensor.register_hook(self._accumulated)
+
+    def _accumulated(self, _) -> None:
+        """A backward has come to an output, or to a weight where no output was found: reentrant checkpoints run
+        backwards inside, whose end is not that of the whole."""
         if self._armed and not self._queued:
             self._queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
@@ -66,6 +74,18 @@ class Beside:
     def _end(self, _) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+def _tensors(found):
+    """Those that a backward can begin at, in containers that models return."""
+    if isinstance(found, torch.Tensor):
+        if found.requires_grad:
+            yield found
+    elif isinstance(found, dict):
+        yield from _tensors(list(found.values()))
+    elif isinstance(found, (list, tuple)):
+        for each in found:
+            yield from _tensors(each)
 
 
 def _first(group) -> int:

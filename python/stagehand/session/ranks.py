@@ -67,6 +67,9 @@ def _asks_first(own):
         if not runtimes:
             return own(self, module, *args, **kwargs)
         sessions = [runtime.session or runtime.prepare() for runtime in runtimes]
+        for session in sessions:
+            session.steps.close_finished_step()
+            session.steps.between(session.stay.come_back)  # where another model had the device
         given = signature.bind(self, module, *args, **kwargs).arguments
         mesh = given.get("device_mesh")
         group = mesh.get_group(0) if mesh is not None else given.get("process_group")
