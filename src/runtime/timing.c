@@ -356,7 +356,8 @@ static void fill_light(sth_runtime *rt, sth_step_metrics *m) {
     m->prefetch_misses = like->prefetch_misses;
     m->stall_count = like->stall_count;
     m->overlap_ratio = like->overlap_ratio;
-    if (change > OTHER_TIME * like->step_time_ms || change < -OTHER_TIME * like->step_time_ms) rt->timing.watch = WATCHED;
+    if (change > OTHER_TIME * like->step_time_ms || change < -OTHER_TIME * like->step_time_ms)
+        rt->timing.watch = WATCHED;
 }
 
 static void note_full(sth_runtime *rt, const sthi_timed_step *t) {
