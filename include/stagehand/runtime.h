@@ -191,6 +191,11 @@ STH_API sth_status sth_step_begin(sth_runtime *runtime);
 STH_API sth_status sth_step_pause(sth_runtime *runtime);
 STH_API sth_status sth_step_end(sth_runtime *runtime);
 
+/* Says that uses of the open step are from now on those of a backward, or of a forward again. A
+ * step begins with forward; without an open step the call does nothing. Recordings name uses by it
+ * (timeline.h); nothing else depends on it. */
+STH_API sth_status sth_step_mark_backward(sth_runtime *runtime, bool backward);
+
 /* A counted use of a unit on the device: a small value; copies of it are the same lease. */
 typedef struct sth_lease {
     sth_devptr address; /* start of the place */

@@ -66,6 +66,11 @@ sth_status sth_step_end(sth_runtime *runtime) {
     return rc;
 }
 
+sth_status sth_step_mark_backward(sth_runtime *runtime, bool backward) {
+    STHI_TRY(sthi_runtime_usable(runtime));
+    return sthi_step_mark_backward(runtime, backward);
+}
+
 static sth_status acquire_watched(sth_runtime *runtime, uint32_t unit, sth_stream stream, sth_lease *out_lease) {
     const char *name = unit < runtime->unit_count ? runtime->units[unit].name : "?";
     sthi_mark begun = sthi_timeline_mark("acquire", name);

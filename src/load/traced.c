@@ -170,18 +170,26 @@ static void arrive(tracer *w, uint32_t *next, int64_t until) {
     }
 }
 
+static bool is_backward(const sthi_timed_step *t, uint32_t use) {
+    uint32_t n = 0;
+    while (n < t->turns && t->turn[n] <= use) n++;
+    return n % 2;
+}
+
 static void use(tracer *w, uint32_t i, const sthi_use_time *took, uint32_t *next) {
     const sthi_timed_use *use = &w->t->use[i];
     const sthi_unit *u = &w->rt->units[use->unit];
     int64_t arrived = at(w, use->arrive), begin = arrived + (int64_t)took->stall, end = begin + (int64_t)took->compute;
-    char text[128];
+    char text[160];
     if (took->stall > 0) {
         snprintf(text, sizeof text, "waits for %.100s", u->name);
         sthi_slice wait = slice_of(w, STHI_TRACK_COMPUTE, text, arrived, begin);
         sthi_timeline_slice(&wait);
     }
     arrive(w, next, begin);
-    sthi_slice s = slice_of(w, STHI_TRACK_COMPUTE, u->name, begin, end);
+    bool backward = is_backward(w->t, i);
+    if (backward) snprintf(text, sizeof text, "%.140s, backward", u->name);
+    sthi_slice s = slice_of(w, STHI_TRACK_COMPUTE, backward ? text : u->name, begin, end);
     s.bytes = u->bytes;
     s.arrow_to = w->arrows[use->unit];
     sthi_timeline_slice(&s);

@@ -181,7 +181,7 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     }
     for (uint32_t i = 0; i < rt->unit_count; i++)
         rt->units[i].used_before = sthi_used_in_step(&rt->units[i], rt->step.number);
-    rt->step.open = rt->step.paused = false;
+    rt->step.open = rt->step.paused = rt->step.backward = false;
     sthi_range_end(rt->telemetry.range);
     rt->telemetry.range = 0;
     sthi_note_step(rt, false);

@@ -85,3 +85,13 @@ sth_status sthi_pass_end(sth_runtime *rt) {
     sthi_unlock(&rt->lock);
     return rc;
 }
+
+sth_status sthi_step_mark_backward(sth_runtime *rt, bool backward) {
+    sthi_lock(&rt->lock);
+    if (rt->step.open && rt->step.backward != backward) {
+        sthi_timing_turn(rt);
+        rt->step.backward = backward;
+    }
+    sthi_unlock(&rt->lock);
+    return STH_OK;
+}

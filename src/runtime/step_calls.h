@@ -4,6 +4,7 @@
 #include "state/state.h"
 
 sth_status sthi_step_pause(sth_runtime *rt);
+sth_status sthi_step_mark_backward(sth_runtime *rt, bool backward);
 sth_status sthi_step_begin(sth_runtime *rt);
 sth_status sthi_runtime_flush_telemetry(sth_runtime *rt);
 sth_status sthi_step_end(sth_runtime *rt);

@@ -105,13 +105,18 @@ void sthi_timing_begin(sth_runtime *rt) {
     }
     if (rt->timing.tail - rt->timing.head == STHI_TIMED_STEPS) return;
     sthi_timed_step *t = &rt->timing.steps[rt->timing.tail % STHI_TIMED_STEPS];
-    t->uses = t->copies = 0;
+    t->uses = t->copies = t->turns = 0;
     t->copied_bytes = 0;
     t->copy_open = t->waiting = t->ended = false;
     t->epoch = rt->order.epoch;
     t->light = may_be_light(rt);
     rt->timing.now = t;
     if (sthi_timeline_on()) sthi_trace_prepare(rt, t);
+}
+
+void sthi_timing_turn(sth_runtime *rt) {
+    sthi_timed_step *t = rt->timing.now;
+    if (t && t->turns < STHI_TURNS) t->turn[t->turns++] = t->uses;
 }
 
 sthi_use_ticket sthi_timing_arrive(sth_runtime *rt, uint32_t unit, sth_stream stream) {

@@ -6,6 +6,7 @@
 sth_status sthi_timing_open(sth_runtime *rt);
 void sthi_timing_close(sth_runtime *rt);
 void sthi_timing_begin(sth_runtime *rt);
+void sthi_timing_turn(sth_runtime *rt); /* from forward to backward, or back, with the next use */
 sthi_use_ticket sthi_timing_arrive(sth_runtime *rt, uint32_t unit, sth_stream stream);
 /* `waited`: the stream waits for something since it arrived, else the use begins at once. */
 void sthi_timing_start(sth_runtime *rt, sthi_use_ticket ticket, int32_t slot, sth_stream stream, bool waited);

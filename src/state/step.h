@@ -6,6 +6,7 @@
 /* runtime/step.c; trace: runtime/lease.c */
 typedef struct sthi_step {
     bool open, implicit, deviated;
+    bool backward;           /* uses are those of a backward, for recordings */
     bool paused;             /* the caller may write images; the next acquire goes on with the step */
     uint64_t number;         /* of the current or next step */
     uint64_t epoch;          /* counts the times when the caller's code may have written images */

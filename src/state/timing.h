@@ -7,7 +7,10 @@
 #include "stagehand/runtime.h"
 #include "telemetry/telemetry.h"
 
-enum { STHI_TIMED_STEPS = 4 /* steps whose timing events may be outstanding */ };
+enum {
+    STHI_TIMED_STEPS = 4, /* steps whose timing events may be outstanding */
+    STHI_TURNS = 64       /* between forward and backward, in a step; later ones are not seen */
+};
 
 typedef struct sthi_timed_copy {
     uint32_t unit;
@@ -42,6 +45,8 @@ typedef struct sthi_timed_step {
     bool light;              /* only its first use has events */
     bool writes_expected;    /* as of the runtime */
     uint32_t plan;           /* the number of plans taken by then */
+    uint32_t turn[STHI_TURNS]; /* [turns] uses with which a backward begins, or a forward again, by turns */
+    uint32_t turns;
     sth_step_metrics metrics;
 } sthi_timed_step;
 

@@ -287,7 +287,7 @@ void calls_on_runtime(calls *c) {
     case 5: CALLS_TRY(sth_runtime_gather(on, calls_bytes(c, CALLS_MEMORY))); break;
     case 6: CALLS_TRY(sth_unit_mark_written(on, any_unit(c, r))); break;
     case 7: set_host(c, r); break;
-    case 8: CALLS_TRY(sth_runtime_fence(on)); break;
+    case 8: CALLS_TRY(sth_runtime_fence(on)), CALLS_TRY(sth_step_mark_backward(on, calls_byte(c) & 1)); break;
     case 9: CALLS_TRY(sth_runtime_synchronize(on)), CALLS_TRY(sth_runtime_pass_end(on)); break;
     case 10: CALLS_TRY(sth_runtime_set_budget(on, calls_bytes(c, CALLS_MEMORY))); break;
     case 11:

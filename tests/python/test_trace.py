@@ -206,6 +206,13 @@ def test_training_with_downloads_spills_and_an_optimizer(tmp_path):
         p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     for copy, use in trace.arrows().values():
         assert copy["ts"] + copy["dur"] <= use["ts"] + NS
+    # Each step goes forward, then backward, and says so.
+    uses = [e for e in trace.slices("compute") if "bytes" in e["args"]]
+    for number in {e["args"]["step"] for e in uses}:
+        ways = [e["name"].endswith(", backward") for e in uses if e["args"]["step"] == number]
+        assert ways == sorted(ways) and any(ways) and not all(ways)
+    names = {e["name"] for e in uses}
+    assert any(name + ", backward" in names for name in names)
     optimizer.shutdown() if hasattr(optimizer, "shutdown") else None
 
 

@@ -381,6 +381,14 @@ static PyObject *runtime_step_begin(PyObject *op, PyObject *none) {
 static PyObject *runtime_step_pause(PyObject *op, PyObject *none) {
     return (void)none, runtime_call(op, sth_step_pause);
 }
+static sth_status mark_backward(sth_runtime *runtime) { return sth_step_mark_backward(runtime, true); }
+static sth_status mark_forward(sth_runtime *runtime) { return sth_step_mark_backward(runtime, false); }
+static PyObject *runtime_mark_backward(PyObject *op, PyObject *none) {
+    return (void)none, runtime_call(op, mark_backward);
+}
+static PyObject *runtime_mark_forward(PyObject *op, PyObject *none) {
+    return (void)none, runtime_call(op, mark_forward);
+}
 static PyObject *runtime_flush_telemetry(PyObject *op, PyObject *none) {
     return (void)none, runtime_call(op, sth_runtime_flush_telemetry);
 }
@@ -524,6 +532,9 @@ static PyMethodDef runtime_methods[] = {
      "step_pause()\n--\n\n"
      "Waits until no copy reads a writable image; none is read before the next acquire or step_begin.\n"
      "An acquire goes on with the step."},
+    {"mark_backward", runtime_mark_backward, METH_NOARGS,
+     "mark_backward()\n--\n\nUses from here on are those of a backward: recordings say so. A step begins without."},
+    {"mark_forward", runtime_mark_forward, METH_NOARGS, "mark_forward()\n--\n\nNo longer those of a backward."},
     {"report", runtime_report, METH_VARARGS,
      "report(page, /)\n--\n\n"
      "The runtime as HTML, a str: a whole page, or a part to stand in one."},

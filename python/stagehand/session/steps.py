@@ -529,6 +529,7 @@ class Steps:
                     session.core.step_begin()
             elif first:
                 session.core.fence()
+            session.core.mark_backward()
         _engine.queue_callback(_BackwardsEnd(self, task))
         if self.at_backward is not None:
             self.at_backward()
@@ -542,6 +543,8 @@ class Steps:
             self.after_backward = True
             if not self.backwards and self.is_open:
                 self.pause()
+                if self._session.streaming and not self._session.closed:
+                    self._session.core.mark_forward()
         self._session.casts.settle()
 
     def backward_lets_go(self, task: int | None) -> None:
