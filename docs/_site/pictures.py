@@ -130,8 +130,8 @@ def cap() -> Picture:
         p.box(186, y, first, 42, BLUE, "encoder")
         p.box(190 + first, y, second, 42, GREEN, "denoiser")
         p.box(194 + first + second, y, 744 - 194 - first - second, 42, None, "activations", dashed=True)
-    p.arrow(186, 160, 744, 160)
-    p.text(186, 182, "cap of the device: the free memory, or the budget of stagehand.Device")
+    p.arrow(186, 160, 580, 160)
+    p.text(186, 182, "cap: the free memory, or the budget of stagehand.Device")
     return p
 
 

@@ -181,7 +181,7 @@ static sth_status plan_and_install(sth_runtime *rt) {
     return install(rt, m);
 }
 
-sth_status sthi_geometry_install_within(sth_runtime *rt, uint64_t bytes) {
+static sth_status install_within(sth_runtime *rt, uint64_t bytes) {
     sthi_hold(rt, bytes);
     sth_status rc = plan_and_install(rt);
     bool full = rc == STH_BUDGET_TOO_SMALL || rc == STH_OUT_OF_DEVICE_MEMORY;
@@ -191,8 +191,13 @@ sth_status sthi_geometry_install_within(sth_runtime *rt, uint64_t bytes) {
     return rc;
 }
 
-sth_status sthi_geometry_install(sth_runtime *rt) {
-    return sthi_geometry_install_within(rt, rt->options.budget);
+sth_status sthi_geometry_install(sth_runtime *rt) { return install_within(rt, rt->options.budget); }
+
+sth_status sthi_geometry_install_in_haste(sth_runtime *rt, uint64_t bytes) {
+    rt->planned.hurry = true;
+    sth_status rc = install_within(rt, bytes);
+    rt->planned.hurry = false;
+    return rc;
 }
 
 static sth_status improve(sth_runtime *rt, bool *out_changed) {

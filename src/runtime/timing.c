@@ -14,9 +14,17 @@
 #include "state/state.h"
 #include "telemetry/timeline.h"
 
-enum { MOST_RECORDS = 32768, GROWTH = 4, ODD_STEPS = 3 };
+enum {
+    MOST_RECORDS = 32768,
+    GROWTH = 4,
+    ODD_STEPS = 3,
+    LEAST_SEEN = 3,  /* steps that teach the order before the first light one */
+    ONE_IN = 8,      /* steps of which one is timed in full then */
+    WATCHED = 4      /* steps that are timed in full after a light one that took another time */
+};
 static const double STALL_NS = 50000; /* shorter waits count as hits */
 static const double UNLIKE = 0.25;
+static const double OTHER_TIME = 0.05; /* of a step that was timed in full */
 
 /* Records for so many uses and copies; those that there are keep what they hold. */
 static bool make_room(sthi_timed_step *t, uint32_t count) {
@@ -34,6 +42,7 @@ static bool make_room(sthi_timed_step *t, uint32_t count) {
 }
 
 sth_status sthi_timing_open(sth_runtime *rt) {
+    rt->timing.thrifty = !(rt->device->capabilities & (STH_CAP_HOST_IS_DEVICE | STH_CAP_VIRTUAL_TIME));
     uint32_t count = rt->step.trace_cap < MOST_RECORDS ? rt->step.trace_cap : MOST_RECORDS;
     for (int i = 0; i < STHI_TIMED_STEPS; i++)
         if (!make_room(&rt->timing.steps[i], count)) return sthi_no_memory(NULL, "timing records");
@@ -79,6 +88,15 @@ void sthi_timing_close(sth_runtime *rt) {
     rt->timing.arrows = NULL;
 }
 
+/* Two events round each use take up to 8 % of a step while the link is busy (docs/design.md). Steps that are written
+ * down, or whose times something may change, are timed in full. */
+static bool may_be_light(const sth_runtime *rt) {
+    const sthi_timing *t = &rt->timing;
+    bool known = rt->order.recorded && t->seen >= LEAST_SEEN && t->like_plan && t->like_plan == rt->planned.count;
+    return t->thrifty && known && !t->watch && !t->odd_steps && !rt->planned.again && rt->step.number % ONE_IN &&
+           !rt->options.telemetry_path && !sthi_timeline_on();
+}
+
 void sthi_timing_begin(sth_runtime *rt) {
     if (rt->timing.now) { /* copies that were issued since the last step ended are in it */
         rt->timing.now->epoch = rt->order.epoch;
@@ -91,6 +109,7 @@ void sthi_timing_begin(sth_runtime *rt) {
     t->copied_bytes = 0;
     t->copy_open = t->waiting = t->ended = false;
     t->epoch = rt->order.epoch;
+    t->light = may_be_light(rt);
     rt->timing.now = t;
     if (sthi_timeline_on()) sthi_trace_prepare(rt, t);
 }
@@ -99,6 +118,10 @@ sthi_use_ticket sthi_timing_arrive(sth_runtime *rt, uint32_t unit, sth_stream st
     sthi_use_ticket ticket = {STH_NONE, rt->step.number};
     sthi_timed_step *t = rt->timing.now;
     if (!t) return ticket;
+    if (t->light && t->uses) {
+        t->ended = false;
+        return ticket;
+    }
     if (t->uses == t->use_cap) {
         rt->timing.too_short = true;
         return ticket;
@@ -318,6 +341,27 @@ static uint32_t copy_spans(sth_runtime *rt, const sthi_timed_step *t, sth_event 
     return merge_spans(out, n);
 }
 
+/* Of a light step the whole is known, and the rest is as it was in the last full one. */
+static void fill_light(sth_runtime *rt, sth_step_metrics *m) {
+    const sth_step_metrics *like = &rt->timing.like;
+    double change = m->step_time_ms - like->step_time_ms;
+    m->compute_time_ms = like->compute_time_ms;
+    m->stall_time_ms = like->stall_time_ms + change > 0 ? like->stall_time_ms + change : 0;
+    m->prefetch_hits = like->prefetch_hits;
+    m->prefetch_misses = like->prefetch_misses;
+    m->stall_count = like->stall_count;
+    m->overlap_ratio = like->overlap_ratio;
+    if (change > OTHER_TIME * like->step_time_ms || change < -OTHER_TIME * like->step_time_ms)
+        rt->timing.watch = WATCHED;
+}
+
+static void note_full(sth_runtime *rt, const sthi_timed_step *t) {
+    if (rt->timing.watch) rt->timing.watch--;
+    if (!t->whole || t->epoch != rt->order.epoch) return;
+    rt->timing.like = t->metrics;
+    rt->timing.like_plan = t->plan;
+}
+
 static void read_step(sth_runtime *rt, sthi_timed_step *t) {
     span *copies = sthi_alloc((t->copies + 1) * sizeof *copies);
     span *stalls = sthi_alloc((t->uses + 1) * sizeof *stalls);
@@ -326,7 +370,7 @@ static void read_step(sth_runtime *rt, sthi_timed_step *t) {
     if (copies && stalls && times) {
         sth_event *base = t->use[0].arrive;
         uint32_t copy_count = copy_spans(rt, t, base, copies), stall_count = 0;
-        for (uint32_t i = 0; i < t->uses; i++) {
+        for (uint32_t i = 0; i < t->uses && !t->light; i++) {
             sthi_unit *u = &rt->units[t->use[i].unit];
             times[i] = time_use(rt, t, i);
             u->times.compute_ns += times[i].compute;
@@ -346,9 +390,11 @@ static void read_step(sth_runtime *rt, sthi_timed_step *t) {
         m->step_time_ms = since(rt, base, t->end) / 1e6;
         m->overlap_ratio = copied > 0 ? 1 - common(copies, copy_count, stalls, stall_count) / copied : 0;
         m->link_gb_s = copied > 0 ? (double)t->copied_bytes / copied : 0;
-        learn_compute(rt, t, times);
+        if (t->light) fill_light(rt, m);
+        else learn_compute(rt, t, times);
+        if (!t->light) note_full(rt, t);
         sthi_link_follow(rt, t, since(rt, base, t->end));
-        if (sthi_timeline_on()) sthi_trace_step(rt, t, times);
+        if (sthi_timeline_on() && !t->light) sthi_trace_step(rt, t, times);
     }
     sthi_free(copies);
     sthi_free(stalls);

@@ -288,7 +288,7 @@ def test_what_cannot_be_is_refused_before_anything_runs():
     call = lambda: stagehand.block_major(nn.Identity(), [ran.append], [1, 2], kwargs=[{}])
     with pytest.raises(ValueError, match="kwargs has 1 entries for 2 micro-batches"):
         call()
-    with pytest.raises(TypeError, match="kwargs of micro-batch 1 is a list"):
+    with pytest.raises(TypeError, match="kwargs of micro-batch 1 must be a mapping or None, not a list"):
         stagehand.block_major(nn.Identity(), [ran.append], [1, 2], kwargs=[{}, []])
     with pytest.raises(ValueError, match="3 seeds for 2 micro-batches"):
         stagehand.block_major(nn.Identity(), [ran.append], [1, 2], seeds=[1, 2, 3])

@@ -170,7 +170,8 @@ def test_weights_are_updated_in_the_last_backward_of_an_accumulation(build, part
     pair.train().check()
     steps = pair.trainers[0].state.global_step
     assert steps == 2 * -(-6 // parts)
-    trained = {id(param) for param in pair.model.parameters() if param.requires_grad}
+    # Those that stay on a card are updated there by the step.
+    trained = {id(param) for param in pair.model.parameters() if param.requires_grad and param.is_cpu}
     assert {id(param) for _, param in updated} == trained and len(updated) == steps * len(trained)
 
 

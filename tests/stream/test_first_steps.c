@@ -13,6 +13,8 @@
 #include "runtime/report.h"
 #include "runtime/runtime.h"
 #include "runtime/step_calls.h"
+#include "runtime/timing.h"
+#include "state/state.h"
 #include "stream/world.h"
 #include "support/check.h"
 
@@ -369,8 +371,51 @@ static void test_another_input_length(void **state) {
     close_rig(&r);
 }
 
+/* The newest record; its figures are in it by then. */
+static sth_step_metrics newest(rig *r) {
+    sth_step_metrics m;
+    sthi_runtime_settle_times(r->w.runtime);
+    assert_ok(sthi_runtime_step_metrics(r->w.runtime, 0, &m));
+    return m;
+}
+
+static const sthi_timed_step *timed_last(const rig *r) {
+    const sthi_timing *t = &r->w.runtime->timing;
+    return &t->steps[(t->tail - 1) % STHI_TIMED_STEPS];
+}
+
+/* Where events of uses cost time, most steps have none once times are known. The whole of each step is known all the
+ * same, and compute that changes is learnt as quickly. */
+static void test_light_steps(void **state) {
+    (void)state;
+    static shape s;
+    rig r;
+    s = (shape){0};
+    llama_decode(&s, 180);
+    open_rig(&r, &s, 12e9);
+    r.w.runtime->timing.thrifty = true;
+    uint32_t light = 0;
+    for (int i = 0; i < 5 * STEPS; i++) {
+        if (i == 3 * STEPS) scale_compute(&s, 500);
+        double ms = step(&r).ms;
+        sth_step_metrics m = newest(&r);
+        const sthi_timed_step *t = timed_last(&r);
+        light += t->light;
+        if (t->uses != (t->light ? 1 : s.uses)) fail_msg("step %d has %u timed uses", i, (unsigned)t->uses);
+        if (fabs(m.step_time_ms - ms) > 0.02 * ms) fail_msg("step %d: %.1f ms, recorded %.1f", i, ms, m.step_time_ms);
+        if (m.step_time_ms < 0.98 * m.compute_time_ms && i > STEPS && i < 3 * STEPS)
+            fail_msg("step %d: %.1f ms, of them %.1f compute", i, m.step_time_ms, m.compute_time_ms);
+        bool late = (i >= 2 * STEPS && i < 3 * STEPS) || i >= 4 * STEPS;
+        if (late && fabs(m.predicted_ms - ms) > 0.05 * ms)
+            fail_msg("step %d: %.1f ms, predicted %.1f", i, ms, m.predicted_ms);
+    }
+    assert_true(light > 5 * STEPS / 2);
+    close_rig(&r);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_light_steps),
         cmocka_unit_test(test_a_diffusion_transformer), cmocka_unit_test(test_a_decoder), cmocka_unit_test(test_a_unet),
         cmocka_unit_test(test_adapters_with_recomputation), cmocka_unit_test(test_another_budget),
         cmocka_unit_test(test_another_input_length)};

@@ -77,7 +77,7 @@ class ResidencyMap:
         """ValueError below zero."""
         entry = self._entries[block_id]
         if entry.refcount <= 0:
-            raise ValueError(f"block {block_id} is not in use: release each use once")
+            raise ValueError(f"block {block_id} is not in use: release each use once; no count falls below zero")
         entry.refcount -= 1
 
     # ------------------------------------------------------------------ who may leave

@@ -37,7 +37,8 @@ def copy_behind(stream, to: torch.Tensor, source: torch.Tensor):
 def as_bytes(tensor: torch.Tensor, what: str) -> torch.Tensor:
     """Its memory as 1-D uint8. InvalidArgumentError where it does not lie in a row."""
     if not tensor.is_contiguous():
-        raise InvalidArgumentError(f"{what} of shape {tuple(tensor.shape)} must be contiguous", object=what)
+        raise InvalidArgumentError(f"{what} of shape {tuple(tensor.shape)} is not contiguous: give a contiguous one",
+                                   object=what)
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 

@@ -58,7 +58,7 @@ def find_blocks(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
     try:
         search = re.compile(pattern).search
     except re.error as error:
-        raise InvalidArgumentError(f"block_pattern must be a regular expression, and {pattern!r} is none: {error}",
+        raise InvalidArgumentError(f"block_pattern {pattern!r} is not a regular expression: {error}",
                                    object="block_pattern") from error
     names = [name for name, _ in model.named_modules() if name]
     found = [(name, module) for name, module in model.named_modules()

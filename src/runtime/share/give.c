@@ -66,7 +66,7 @@ static void lend(sth_runtime *rt, uint64_t bytes) {
 static bool shrink(sth_runtime *rt, uint64_t bytes) {
     uint64_t has = sthi_held_bytes(rt) + rt->options.reserved;
     if (has < bytes || has - bytes < sthi_smallest_budget(rt)) return false;
-    if (sthi_geometry_install_within(rt, has - bytes) != STH_OK) return false;
+    if (sthi_geometry_install_in_haste(rt, has - bytes) != STH_OK) return false;
     sthi_news_plan(rt, "another model needs memory");
     sthi_publish(rt);
     return true;
