@@ -3,6 +3,7 @@
 import contextlib
 import sys
 
+import card
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -60,7 +61,7 @@ def batch(step: int, rank: int, world: int) -> torch.Tensor:
 def managed(seed=0, trained="adapters", norms=False, recompute=False, share=0.5, blocks=False, **options):
     model = net(seed, trained, norms, recompute)
     nbytes = sum(param.nbytes for param in model.parameters())
-    device = _core.Device("sim", memory_bytes=8 * nbytes)
+    device = card.open_device(8 * nbytes)
     if blocks:
         config = stagehand.StagehandConfig(vram_budget=int(nbytes * share), **options)
         stagehand.StagehandRuntime(model, config, r"^\d+$", device=device)  # DDP opens it
@@ -160,7 +161,7 @@ def run(name: str, rank: int, world: int) -> tuple:
     there = sum(each["home"] == "device" for each in runtime.trainables.values())
     h2d_bytes = runtime.stats["h2d_bytes"]
     stagehand.shutdown(model)
-    return [param.detach().clone() for param in params], h2d_bytes, there
+    return [param.detach().cpu().clone() for param in params], h2d_bytes, there
 
 
 def refusal(call) -> str:
@@ -267,7 +268,7 @@ def main(rank: int, world: int, meeting: str, out: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     found = {name: run(name, rank, world) for name in CASES}
     found.update(refusals(rank, world))
-    if HAS_SHARDS:
+    if HAS_SHARDS and not card.ON_CARD:
         found.update((f"sharded {name}", sharded(name, rank, world)) for name in SHARDED)
         found["shards"] = refused_shards(world)
     torch.save(found, out)
