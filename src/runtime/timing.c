@@ -88,7 +88,7 @@ void sthi_timing_close(sth_runtime *rt) {
     rt->timing.arrows = NULL;
 }
 
-/* Two events round each use take up to 8 % of a step while the link is busy (docs/design.md). Steps that are written
+/* Two events round each use take up to 8 % of a step while the link is busy (docs/telemetry.md). Steps that are written
  * down, or whose times something may change, are timed in full. */
 static bool may_be_light(const sth_runtime *rt) {
     const sthi_timing *t = &rt->timing;

