@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import sys
 
 import card
 import pytest
@@ -643,3 +644,27 @@ def test_a_functional_call_moves_no_weight_that_it_stands_for(budgets):
     if not card.ON_CARD:
         given.clear(), outs.clear()
         assert device.info()["memory_free"] == device.info()["memory_total"]
+
+
+def test_weights_that_give_way_while_others_come_are_not_moved_to_the_device(monkeypatch):
+    """Those that come find no room beside what stays: some go back within the same change of homes. None of them is
+    found away from its host image then, with its gradient on the device."""
+    stagehand.layer  # noqa: B018 - loads the modules
+    images = next(module for name, module in sys.modules.items() if name.endswith("weights.images"))
+    renewed, renew = [], images.Images.renew
+    monkeypatch.setattr(images.Images, "renew", lambda self, unit, entry: (renewed.append(entry.name),
+                                                                          renew(self, unit, entry)))
+    came = 0
+    for budget in (480_000, 500_000, 520_000, 600_000):
+        model, ref = twins()
+        runtime = wrap(model, budget, trainables="device")
+        for larger in (0, 30_000, 60_000):
+            runtime.set_vram_budget(budget + larger)
+            for net in (model, ref):
+                net(batch(0)).pow(2).mean().backward()
+            assert not renewed
+            assert all(p.grad.device == p.device for p in trained(model))
+        came += on_device(runtime)
+        assert alike([p.grad.cpu() for p in trained(model)], [p.grad.cpu() for p in trained(ref)])
+        runtime.shutdown()
+    assert came

@@ -390,13 +390,9 @@ class _Data:
         return self.param.data
 
     def __call__(self, data: torch.Tensor) -> None:
-        grad = self.param.grad
-        self.param.data = data
+        relocate.give(self.param, data)
         if type(data) is type(self.param) and data is not self.param:  # its own .to() made it, with what belongs to it
             self.param.__dict__.update(data.__dict__)
-        if grad is not None and grad.device != data.device:  # an optimizer wants them in one place
-            self.param.grad = None
-            self.param.grad = grad.to(data.device)
 
 
 class _Buffer:

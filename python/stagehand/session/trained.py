@@ -239,10 +239,14 @@ class Trained:
                 self._leave(unit)
             try:
                 self._settle_in()
-                session.takeover.to_device([entry.param for unit in units for entry in unit.entries])
-            except StagehandOOMError:  # others have the memory: they stay where they are, if they have not given way
-                idle = {id(unit) for unit in self.idle}
-                self._to_host([unit for unit in units if id(unit) in idle])
+                session.takeover.to_device([entry.param for unit in self._idle_of(units) for entry in unit.entries])
+            except StagehandOOMError:  # others have the memory
+                self._to_host(self._idle_of(units))
+
+    def _idle_of(self, units: list[Unit]) -> list[Unit]:
+        """Those of them that have not given way meanwhile."""
+        idle = {id(unit) for unit in self.idle}
+        return [unit for unit in units if id(unit) in idle]
 
     def _settle_in(self) -> None:
         """After moves: what else of the session knows where weights live."""

@@ -19,6 +19,7 @@ import warnings
 from .. import _core
 from .._torch import raw, torch, undisturbed, view
 from ..errors import StagehandError, some_of
+from . import relocate
 from .fileweight import FileWeight
 from .hooks import MappedEmbedding
 from .units import NO_BOUND, Entry, Unit, held_elsewhere, storage_of
@@ -146,7 +147,7 @@ class Images:
             self._apart.append((unit, entry))
         else:
             for param in params:
-                param.data = self.master_view(unit, entry)
+                relocate.give(param, self.master_view(unit, entry))
             entry.storage = storage_of(entry.param)
         entry.remember()
 

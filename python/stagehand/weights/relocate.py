@@ -94,6 +94,15 @@ def move(items: list[Item], allocate) -> int:
     return taken
 
 
+def give(param: torch.nn.Parameter, data: torch.Tensor) -> None:
+    """The parameter has this data, and its gradient goes to the same device: autograd adds to it there."""
+    grad = param.grad
+    param.data = data
+    if grad is not None and grad.device != data.device:
+        param.grad = None
+        param.grad = grad.to(data.device)
+
+
 def to_host(data: torch.Tensor) -> torch.Tensor:
     """A plain tensor with the same strides in host memory. (`data.cpu()` packs a tensor that has gaps.)"""
     moved: list[torch.Tensor] = []
