@@ -130,6 +130,7 @@ class CapturedModel:
                             for leaf in leaves]
         self._counts = {"captures": 0, "replays": 0}
         self._done = None  # an event behind the last replay
+        self._stream = None  # of that replay
         self._made = None  # (graph, its outputs); other threads may release it at any moment
         self._capture(session, warm=True)
 
@@ -145,7 +146,9 @@ class CapturedModel:
                 made = self._capture(session, warm=True)
             with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(session.target.torch):
                 current = torch.cuda.current_stream(session.target.torch)
-                current.wait_event(self._done)  # the last call may have been on another stream
+                if self._stream is not None and self._stream != current:
+                    self._done.record(self._stream)  # behind what reads the last outputs there
+                current.wait_event(self._done)
                 for static, leaf in zip(self._leaves, leaves):
                     if isinstance(leaf, torch.Tensor) and leaf is not static:
                         static.copy_(leaf, non_blocking=True)
@@ -156,6 +159,7 @@ class CapturedModel:
                             f"'{session.name}': its places change while it is captured; other models take its memory "
                             "meanwhile. Keep it on the device (keep_resident()) for a graph")
                 self._done.record(current)
+                self._stream = current
             self._counts["replays"] += 1
             return made[1]
 
