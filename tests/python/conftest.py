@@ -1,6 +1,7 @@
 """For all tests of the package."""
 
 import gc
+import os
 
 import pytest
 
@@ -23,6 +24,15 @@ def tensors_there():
     """Tensors that the test makes, and its plain models, are on the device of the tests."""
     with card.TORCH:
         yield
+
+
+def pytest_runtest_logreport(report) -> None:
+    """STH_TEST_FAILURES=FILE: each failure as it comes, a line, for a run that may not reach its end."""
+    path = os.environ.get("STH_TEST_FAILURES")
+    if path and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        text = [line[1:].strip() for line in str(report.longrepr).splitlines() if line.startswith("E ")]
+        with open(path, "a") as out:
+            out.write(f"{report.nodeid} ({report.when}): {' | '.join(text[:4])[:400]}\n")
 
 
 def pytest_collection_finish(session) -> None:
