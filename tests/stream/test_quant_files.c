@@ -354,7 +354,7 @@ static void reads_that_fail_name_the_tensor_and_leave_nothing_half(void **state)
 static void kernels_that_fail_name_the_tensor(void **state) {
     write_slab(*state);
     int named = 0;
-    for (uint64_t n = 1; n < 80; n += few_under_sanitizers(5, 1)) {
+    for (uint64_t n = 1; n < 80; n++) { /* few of these calls are kernels, and which they are changes */
         quant_world w;
         setting s = {0, budget(), 0, false};
         assert_ok(open_world(&w, *state, &s));
