@@ -4,6 +4,7 @@ router asked for (docs/experts.md)."""
 import pytest
 import torch
 
+import card
 import support as s
 
 transformers = pytest.importorskip("transformers")
@@ -71,7 +72,7 @@ def experts(model):
 
 
 def generate(model, tokens=8, prompt=2, batch=1, **options):
-    ids = torch.arange(batch * prompt).reshape(batch, prompt) % 290 + 3
+    ids = torch.arange(batch * prompt, device=model.device).reshape(batch, prompt) % 290 + 3
     with torch.no_grad():
         return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False,
                               return_dict_in_generate=True, output_logits=True, **options)
@@ -96,7 +97,7 @@ def test_generation_equals_the_resident_model_and_moves_what_was_missing(family,
     assert found["bytes"] == (found["brought"] + found["ahead"]) * row_bytes(model)
     assert sum(layer["held"] for layer in found["layers"]) <= found["slots"]
     s.runtime(model).shutdown()
-    assert_equal_runs(model, plain, tokens=3)
+    assert_equal_runs(model.to(card.TORCH), plain, tokens=3)
 
 
 def test_rows_that_are_there_do_not_come_again():
@@ -358,22 +359,22 @@ def test_two_models_take_turns_on_a_card():
     models = [model_of(), model_of(mixtral)]
     plains = [s.aligned_copy(model) for model in models]
     budget = budget_for(models[0], 2 * EXPERTS)
-    card = s.device(budget + budget // 4)
-    card.set_budget(budget + budget // 4)
+    device = s.device(budget + budget // 4)
+    device.set_budget(budget + budget // 4)
     for model in models:
-        s.stagehand.layer(model, vram_budget=budget, device=card)
+        s.stagehand.layer(model, vram_budget=budget, device=device)
     for _ in range(3):
         for model, plain in zip(models, plains):
             assert_equal_runs(model, plain, tokens=2)
-            assert card.residency()["occupied"] <= budget + budget // 4
+            assert device.residency()["occupied"] <= budget + budget // 4
     assert all(s.runtime(model).stats["experts"]["hits"] for model in models)
 
 
 def test_a_budget_that_is_found():
     model = model_of()
     plain = s.aligned_copy(model)
-    card = s.device(budget_for(model, EXPERTS) * 2)
-    s.stagehand.layer(model, device=card)
+    device = s.device(budget_for(model, EXPERTS) * 2)
+    s.stagehand.layer(model, device=device)
     for _ in range(4):
         assert_equal_runs(model, plain, tokens=2)
 
