@@ -234,7 +234,7 @@ static bool add_types(PyObject *module, core_state *state) {
            add_type_over(module, &masters_spec, &PyDict_Type, &state->masters) &&
            add_type(module, &aside_spec, &state->aside) && add_type(module, &handle_spec, &state->handle) &&
            add_type(module, &place_spec, &state->place) && add_type(module, &saver_spec, &state->saver) &&
-           add_type(module, &rows_spec, &state->rows);
+           add_type(module, &rows_spec, &state->rows) && add_type(module, &pace_spec, &state->pace);
 }
 
 /* Takes over the reference to `value`, which may be NULL. */
@@ -304,6 +304,7 @@ static int traverse_module(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->place);
     Py_VISIT(state->saver);
     Py_VISIT(state->rows);
+    Py_VISIT(state->pace);
     return 0;
 }
 
@@ -334,6 +335,7 @@ static int clear_module(PyObject *module) {
     Py_CLEAR(state->place);
     Py_CLEAR(state->saver);
     Py_CLEAR(state->rows);
+    Py_CLEAR(state->pace);
     return 0;
 }
 

@@ -648,6 +648,10 @@ static PyMethodDef runtime_methods[] = {
     {"lend", runtime_lend, METH_O,
      "lend(bytes, /)\n--\n\n"
      "Idle, it gives up so many bytes of the device, or all that it has; it asks for them when it is used."},
+    {"budget_without", runtime_budget_without, METH_VARARGS,
+     "budget_without(bytes, spare, /)\n--\n\n"
+     "(budget, bytes freed) with which it gives, idle, so many bytes to others, or as many as it can; (0, 0):\n"
+     "it has none to give. spare: bytes of its reserved that can be given up. Changes nothing."},
     {"set_reserved", runtime_set_reserved, METH_O,
      "set_reserved(bytes, /)\n--\n\n"
      "The part of the budget that the caller fills itself. Before it takes more, after it gave some back."},
