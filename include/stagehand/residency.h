@@ -38,7 +38,8 @@ typedef struct sth_residency_info {
     uint64_t peak;      /* highest value of `occupied` */
     uint64_t primary, secondary; /* the parts of `occupied` that are reserved so */
     uint64_t kept;      /* the part that keep_begin protects and no PRIMARY reservation does */
-    uint64_t fixed;     /* the part that callers fill themselves (sth_runtime_options.reserved) */
+    uint64_t yielding;  /* the rest: idle runtimes give way with it */
+    uint64_t fixed;     /* the part of `occupied` that callers fill themselves (sth_runtime_options.reserved) */
     uint32_t runtimes;  /* on the device or parked */
 } sth_residency_info;
 

@@ -12,6 +12,7 @@ import torch
 from support import Stack, aligned_copy, device, made, same, threads, tight_budget
 
 import stagehand
+from stagehand import _core
 from stagehand.activation import ActivationRuntime, ActivationStagehandConfig
 from stagehand.conductor import (
     AcquireStatus,
@@ -398,21 +399,23 @@ def test_a_budget_for_activations_is_capped_and_given_back(trained):
     thing = trained()
     thing.weights.prepare()
     saver = thing.activations.saver
-    saver.budget = saver._ceiling = 5 * MIB  # as offload() sets it on a card
+    saver.mark = _core.Watermark(saver.mark.high, saver.mark.low, 5 * MIB)  # as offload() sets it on a card
     before = knobs(thing)
     runtime = attached(thing)
-    assert saver.budget == saver._ceiling == saver.high == 4 * MIB - thing.budget
+    budget = saver.mark.budget
+    assert budget == saver.mark.ceiling == saver.high == 4 * MIB - thing.budget
     runtime.begin_step(0)
-    saver.high = 1 * MIB  # as the saver finds it
+    assert saver.mark.follow(2 * budget - budget // 128 - 1 * MIB, True)  # as the saver finds it
+    assert saver.high == 1 * MIB
     runtime.enter_forward()
     assert saver.high == 1 * MIB
     runtime.shutdown()
-    assert knobs(thing) == before and saver._ceiling == 5 * MIB
+    assert knobs(thing) == before and saver.mark.ceiling == 5 * MIB
 
 
 def knobs(thing):
     saver, transfer = thing.activations.saver, thing.activations.transfer
-    return (saver.high, saver.band, saver.budget, transfer._max_d2h, transfer._max_h2d, saver.at_backward,
+    return (saver.mark.high, saver.mark.low, saver.mark.budget, transfer._max_d2h, transfer._max_h2d, saver.at_backward,
             thing.weights.session.steps.at_backward, thing.weights.session.grads._conductor)
 
 

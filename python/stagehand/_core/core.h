@@ -26,13 +26,13 @@
 typedef struct core_state {
     PyTypeObject *device, *arena, *runtime, *checkpoint, *pool, *download, *ticket, *adamw, *activations,
         *activation_record, *quant, *conductor, *runner, *here, *calls, *mark, *sitter, *seat, *forward,
-        *masters, *mapping, *aside, *handle, *place, *saver, *rows, *pace;
+        *masters, *mapping, *aside, *handle, *place, *saver, *rows, *pace, *watermark;
 } core_state;
 
 extern PyType_Spec device_spec, arena_spec, runtime_spec, checkpoint_spec, pool_spec, download_spec,
     ticket_spec, adamw_spec, activations_spec, activation_record_spec, quant_spec, conductor_spec,
     runner_spec, here_spec, calls_spec, mark_spec, sitter_spec, seat_spec, forward_spec, masters_spec,
-    mapping_spec, aside_spec, handle_spec, place_spec, saver_spec, rows_spec, pace_spec;
+    mapping_spec, aside_spec, handle_spec, place_spec, saver_spec, rows_spec, pace_spec, watermark_spec;
 
 /* errors.c */
 

@@ -224,8 +224,8 @@ static PyMethodDef device_methods[] = {
     {"residency", device_residency, METH_NOARGS,
      "residency()\n--\n\n"
      "A dict, in bytes: cap, occupied (by all runtimes), free, peak (of occupied), primary, secondary\n"
-     "and kept (parts of occupied that are reserved, or kept resident), fixed (the part outside of\n"
-     "places: norms, buffers), and runtimes, their number."},
+     "and kept (parts of occupied that are reserved, or kept resident), yielding (the rest), fixed (the\n"
+     "part of occupied outside of places: norms, buffers), and runtimes, their number."},
     {"assume_free", (PyCFunction)(void (*)(void))device_assume_free, METH_VARARGS | METH_KEYWORDS,
      "assume_free(bytes)\n--\n\n"
      "Without a budget of the Device's: so many bytes beside what its runtimes occupy can be had."},

@@ -94,6 +94,7 @@ static const field info_fields[] = {
     FIELD(sth_residency_info, free, U64),    FIELD(sth_residency_info, peak, U64),
     FIELD(sth_residency_info, primary, U64), FIELD(sth_residency_info, secondary, U64),
     FIELD(sth_residency_info, kept, U64),    FIELD(sth_residency_info, fixed, U64),
+    FIELD(sth_residency_info, yielding, U64),
     FIELD(sth_residency_info, runtimes, U32),
     FIELD_END,
 };

@@ -14,7 +14,6 @@ from ..errors import StagehandError
 from ..weights.relocate import held_bytes
 from ..weights.units import refuse_uninitialised
 from ..weights.wrapping import wraps
-from .trained import STATE_BYTES
 
 log = logging.getLogger("stagehand")
 
@@ -28,7 +27,7 @@ def model_bytes(model, dtype=None, trained: bool = False) -> int:
                 for p in params)
     total += sum(b.numel() * b.element_size() for b in model.buffers())
     if trained and not all(param.requires_grad for param in params):
-        total += sum(held_bytes(p) + STATE_BYTES * p.numel() for p in params if p.requires_grad)
+        total += sum(held_bytes(p) + _core.TRAINABLE_STATE_BYTES * p.numel() for p in params if p.requires_grad)
     return total + len(params) * 1024 + (1 << 20)
 
 

@@ -17,7 +17,6 @@ from ..weights import relocate
 from ..weights.units import Entry, Unit, full_name, round_up
 
 MODES = ("auto", "device", "host")
-STATE_BYTES = 8  # for an element: two moments of float32, of an optimizer that nobody knows yet
 MEASURED = 8 << 20  # bytes of a copy that tells the link's rate
 
 
@@ -300,4 +299,4 @@ def _is_for_a_call(params: dict, key: str) -> bool:
 def _sizes(unit: Unit) -> tuple[int, int, int]:
     """Bytes on the device of its weights, of their gradients and of an optimizer's state."""
     elements = sum(entry.param.numel() for entry in unit.entries)
-    return unit.nbytes, unit.nbytes, round_up(STATE_BYTES * elements)
+    return unit.nbytes, unit.nbytes, round_up(_core.TRAINABLE_STATE_BYTES * elements)
