@@ -14,6 +14,7 @@ from .. import _core
 from .._torch import torch
 from ..errors import StagehandOOMError
 from ..weights import relocate
+from ..weights.hooks import is_for_a_call
 from ..weights.units import Entry, Unit, full_name, round_up
 
 MODES = ("auto", "device", "host")
@@ -38,7 +39,7 @@ class _Owner:
 
     def lends_it(self) -> bool:
         """Whether something else is there for the time of a call."""
-        return _is_for_a_call(self.module._parameters, self.key)
+        return is_for_a_call(self.module._parameters, self.key)
 
 
 def check_trainables(value) -> str:
@@ -150,7 +151,7 @@ class Trained:
         steps, plans = self._session.steps, self._session.plans.values()
         return bool(self._reducers or steps.passing or steps.backwards or steps.graphs_alive()
                     or any(owner.lends_it() for owners in self._owners.values() for owner in owners)
-                    or any(_is_for_a_call(plan.masters, key) for plan in plans for key in plan.replaced))
+                    or any(is_for_a_call(plan.masters, key) for plan in plans for key in plan.replaced))
 
     def _candidates(self) -> list[Unit]:
         """Units that are trained as a whole, those whose weights live on the device among them."""
@@ -289,11 +290,6 @@ class Trained:
             for owner in self._owners.pop(id(unit)):
                 self._session.choice.note_anew(full_name(owner.name, owner.key), None)
         return bool(gone)
-
-
-def _is_for_a_call(params: dict, key: str) -> bool:
-    """Whether functional_call has put a tensor there, which is no Parameter."""
-    return not isinstance(dict.get(params, key), torch.nn.Parameter | None)
 
 
 def _sizes(unit: Unit) -> tuple[int, int, int]:
