@@ -121,8 +121,8 @@ def test_rows_that_are_there_do_not_come_again():
 
 @pytest.mark.parametrize("slots", [EXPERTS, 3 * EXPERTS])
 @pytest.mark.parametrize("options", [
-    {"prompt": 40}, {"batch": 5, "prompt": 3}, {"num_beams": 3}, {"cache_implementation": "static", "disable_compile": True},
-    {"num_beams": 2, "batch": 2, "prompt": 9}], ids=str)
+    {"prompt": 40}, {"batch": 5, "prompt": 3}, {"num_beams": 3},
+    {"cache_implementation": "static", "disable_compile": True}, {"num_beams": 2, "batch": 2, "prompt": 9}], ids=str)
 def test_prompts_batches_beams_and_static_caches(options, slots):
     model = model_of()
     plain = s.aligned_copy(model)

@@ -211,6 +211,19 @@ def test_the_own_optimizer_updates_them_where_they_are():
     assert_same_weights(model, ref)
 
 
+def test_a_fused_optimizer_skips_a_step_whose_infinity_two_devices_found():
+    """A scaler adds up the marks of the devices that have parameters."""
+    model, _ = twins()
+    runtime = wrap(model, trainables="host")
+    optimizer = torch.optim.AdamW(trained(model), lr=0.1, fused=True)
+    model(batch(0)).pow(2).mean().backward()
+    before = [p.detach().clone() for p in trained(model)]
+    optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(2.0, device=card.TORCH)
+    optimizer.step()
+    assert all(torch.equal(p, value) for p, value in zip(trained(model), before))
+    runtime.shutdown()
+
+
 def test_scaler_clipping_schedule_and_averages():
     model, ref = twins()
     runtime = wrap(model)
