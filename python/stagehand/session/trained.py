@@ -66,6 +66,7 @@ class Trained:
         self._owners: dict[int, list[_Owner]] = {}  # id(unit) -> those of its weights
         self._homes: dict[str, str] = {}  # name of a trained weight -> key of _core.HOMES
         self._due = False  # it is to be decided again
+        self.outgrown = False  # one of them is kept there: its data has another dtype or shape than its unit
         self._lacked = 0  # the budget in which leases needed the room of gradients and states
         self._link = 0.0  # bytes/s, measured; 0: not known
         self._reducers: weakref.WeakSet = weakref.WeakSet()  # DistributedDataParallel that has buckets for them
@@ -217,7 +218,11 @@ class Trained:
         self._to_device([unit for unit in units if id(unit) in there and id(unit) not in idle])
 
     def _to_host(self, units: list[Unit]) -> None:
+        """Those whose data the program has exchanged for data of another dtype or shape stay, until the model is taken
+        over again."""
         session = self._session
+        self.outgrown = self.outgrown or not all(map(_fits, units))
+        units = list(filter(_fits, units))
         if not units:
             return
         with torch.inference_mode(False), torch.no_grad():
@@ -290,6 +295,11 @@ class Trained:
             for owner in self._owners.pop(id(unit)):
                 self._session.choice.note_anew(full_name(owner.name, owner.key), None)
         return bool(gone)
+
+
+def _fits(unit: Unit) -> bool:
+    """Whether its weights are those that it was made for."""
+    return all(entry.param.dtype is entry.dtype and entry.param.shape == entry.shape for entry in unit.entries)
 
 
 def _sizes(unit: Unit) -> tuple[int, int, int]:

@@ -36,8 +36,8 @@ class Writes:
         images.follow_masters images.put images.renew images.write_master inference_mode local mark_written model
         plans quantised regions.look_again simulated stay.away stay.has_data_on_host stay.place
         stay.outside_bytes stay.reserve steps.passing
-        streaming tables.stays tables.synchronize takeover.unmanaged takeover.wrap_module target trained.give_way units
-        unlist"""
+        streaming tables.stays tables.synchronize takeover.unmanaged takeover.wrap_module target
+        trained.give_way trained.outgrown units unlist"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -198,7 +198,7 @@ class Writes:
         if self._opens_anew():
             return True
         casting = self._session.casts
-        if casts and casting.now and casting.wants_again():
+        if casts and (casting.now or self._session.trained.outgrown) and casting.wants_again():
             casting.take_over_again()
             return True
         return False
