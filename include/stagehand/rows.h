@@ -137,7 +137,7 @@ typedef struct sth_rows_stats {
     uint64_t h2d_bytes;    /* (brought + ahead) x row_bytes, where no copy failed */
     uint64_t copies;       /* by which they came: neighbors in host memory come by one */
     uint32_t ram_slots;    /* rows of files for which there is host memory */
-    uint64_t ram_bytes;    /* of that memory */
+    uint64_t ram_bytes, ram_pinned_bytes; /* of that memory; of it, pinned by now */
     uint64_t ram_hits;     /* rows of files that the pool missed and host memory had */
     uint64_t read_bytes;   /* of files */
 } sth_rows_stats;

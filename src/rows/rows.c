@@ -301,6 +301,7 @@ sth_status sthi_rows_stats(sth_rows *rows, sth_rows_stats *out) {
                             .ram_slots = rows->ram.plan.slot_count,
                             .ram_bytes = rows->ram.plan.slot_count * rows->ram.slot_bytes,
                             .read_bytes = rows->ram.read_bytes};
+    if (rows->ram.arena) out->ram_pinned_bytes = sthi_arena_pinned_bytes(rows->ram.arena);
     for (uint32_t t = 0; t < rows->ram.plan.table_count; t++) out->ram_hits += rows->ram.plan.tables[t].hits;
     for (uint32_t i = 0; i < rows->options.part_count; i++) out->row_bytes += rows->options.part_bytes[i];
     for (uint32_t t = 0; t < rows->plan.table_count; t++) {

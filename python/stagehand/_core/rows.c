@@ -220,7 +220,8 @@ static PyObject *rows_synchronize(PyObject *op, PyObject *none) {
 static const field stats_fields[] = {
     STATS(tables, U32), STATS(slots, U32),   STATS(views, U32), STATS(row_bytes, U64), STATS(asked, U64),
     STATS(hits, U64),   STATS(brought, U64), STATS(ahead, U64), STATS(h2d_bytes, U64), STATS(copies, U64),
-    STATS(ram_slots, U32), STATS(ram_bytes, U64), STATS(ram_hits, U64), STATS(read_bytes, U64), FIELD_END,
+    STATS(ram_slots, U32), STATS(ram_bytes, U64), STATS(ram_pinned_bytes, U64), STATS(ram_hits, U64),
+    STATS(read_bytes, U64), FIELD_END,
 };
 #undef STATS
 

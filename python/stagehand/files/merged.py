@@ -80,7 +80,8 @@ def _joined(records: Mapping, name: str, shape: tuple, names: list[str], files) 
         if not sizes_fit or record.dtype_name != first.dtype_name:
             raise CheckpointError(
                 f"{name} is joined from the tensors of its experts, and {record.name} in {files[record.file]} is "
-                f"{record.dtype_name} {record.shape}, which does not go with {first.name}, {first.dtype_name} {first.shape}",
+                f"{record.dtype_name} {record.shape}, where {first.name} is {first.dtype_name} {first.shape}: give the "
+                f"files of one model",
                 "SHAPE_MISMATCH", name)
     rows = sum(record.shape[0] for record in found[:each])
     return MergedRecord(name, first.dtype_name, (shape[0], rows, first.shape[1]), first.file, first.offset,
