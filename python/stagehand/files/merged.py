@@ -69,8 +69,8 @@ def find(records: Mapping, name: str, shape, files) -> MergedRecord | None:
 def _joined(records: Mapping, name: str, shape: tuple, names: list[str], files) -> MergedRecord:
     for other in names:
         if other not in records:
-            raise CheckpointError(f"{name} has {shape[0]} experts, and the files have no tensor {other}: give the files "
-                                  f"of this model, or build the model that they are of", "NOT_FOUND", name)
+            raise CheckpointError(f"{name} has {shape[0]} experts, and the files have no tensor {other}: give the "
+                                  f"files of this model, or build the model that they are of", "NOT_FOUND", name)
     found = [records[other] for other in names]
     each = len(found) // shape[0]
     first = found[0]
