@@ -46,7 +46,7 @@ static sth_status expand(sth_runtime *rt, const sth_segment *s, sth_devptr stage
 }
 
 static sthi_stage *choose_stage(sth_runtime *rt, bool demand, sth_devptr *out) {
-    uint32_t i = demand ? STHI_STAGES - 1 : rt->expand.next_stage++ % (STHI_STAGES - 1);
+    uint32_t i = demand ? rt->expand.count - 1 : rt->expand.next_stage++ % (rt->expand.count - 1);
     *out = rt->expand.stages + i * rt->expand.stage_bytes;
     return &rt->expand.stage[i];
 }

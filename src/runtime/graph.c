@@ -143,10 +143,16 @@ static void interrupt_program(sth_runtime *rt) {
 static sth_status come_in(sth_runtime *rt) {
     sthi_lock(&rt->lock);
     sth_status rc = STH_OK;
-    while (rc == STH_OK && (rt->share.parked || !rt->share.settled) && rt->sealed && !rt->shut) {
-        sthi_unlock(&rt->lock);
-        rc = sthi_arrive(rt);
-        sthi_lock(&rt->lock);
+    while (rc == STH_OK && rt->sealed && !rt->shut) {
+        if (rt->share.parked || !rt->share.settled) {
+            sthi_unlock(&rt->lock);
+            rc = sthi_arrive(rt);
+            sthi_lock(&rt->lock);
+        } else if (rt->callers && rt->graph.state == STHI_GRAPH_IDLE) {
+            sthi_await_callers(rt); /* a use of another thread waits for its bytes, in a step that ends here */
+        } else {
+            break;
+        }
     }
     if (rc != STH_OK) return rc;
     if (rt->shut) return sthi_shut_down(rt);
@@ -218,7 +224,7 @@ static void forget_events(sth_runtime *rt) {
     for (uint32_t i = 0; i < rt->places.slot_cap; i++)
         if (rt->places.slots[i].live) sthi_forget_users(rt, (int32_t)i);
     sthi_forget_traces(rt, STH_NONE);
-    for (int i = 0; i < STHI_STAGES; i++) rt->expand.stage[i].used = rt->expand.stage[i].unsure = false;
+    for (uint32_t i = 0; i < rt->expand.count; i++) rt->expand.stage[i].used = rt->expand.stage[i].unsure = false;
     while (rt->events.count) STHI_DEV(rt, event_destroy, rt->events.free[--rt->events.count]);
     rt->traces.unordered = false;
 }
