@@ -3,13 +3,15 @@
 1. `@pytest.mark.full("what shows the same in make test")`: the test, or the case of a parametrisation.
 2. A test with several parameters (`parametrize` marks and fixtures with params) is tried in every combination. In
    `make test` it is tried in as many cases as its longest parameter has values, and each value of each parameter is in
-   one of them: case i takes the i-th value of each, and a shorter parameter begins anew.
-   `@pytest.mark.combinations("why")` keeps all of them.
+   one of them: case i takes the i-th value of each, and a shorter parameter begins anew. Two by two values stay four
+   cases. `@pytest.mark.combinations("why")` keeps all: where a combination may be the only test of a fault.
 
 A case that the command line names, `FILE::TEST[CASE]`, is never left out.
 """
 
 import collections
+
+FEW = 4  # cases, of which none is left out
 
 
 def axes(item) -> dict[str, tuple]:
@@ -40,7 +42,7 @@ def repeated(items) -> set:
         for _, chosen in cases:
             for name, value in chosen.items():
                 values[name].setdefault(value, len(values[name]))
-        if len(values) < 2 or cases[0][0].get_closest_marker("combinations"):
+        if len(values) < 2 or len(cases) <= FEW or cases[0][0].get_closest_marker("combinations"):
             continue
         longest = max(len(numbered) for numbered in values.values())
         kept = {tuple(i % len(numbered) for numbered in values.values()) for i in range(longest)}

@@ -29,9 +29,13 @@ def test_with_a_fixture(a, kind): pass
 def test_one_parameter(a): pass
 
 @pytest.mark.combinations("each is its own behavior")
-@pytest.mark.parametrize("a", [1, 2])
+@pytest.mark.parametrize("a", [1, 2, 3])
 @pytest.mark.parametrize("b", [1, 2])
 def test_all(a, b): pass
+
+@pytest.mark.parametrize("a", [1, 2])
+@pytest.mark.parametrize("b", [1, 2])
+def test_two_by_two(a, b): pass
 
 @pytest.mark.parametrize("a", [1, pytest.param(2, marks=pytest.mark.full("1"))])
 def test_marked_case(a): pass
@@ -59,7 +63,8 @@ def test_each_value_of_each_parameter_is_in_one_case(tmp_path):
         "test_product[x-1-2]", "test_product[x-4-5]", "test_product[y-1-3]",
         "test_with_a_fixture[p-1]", "test_with_a_fixture[p-3]", "test_with_a_fixture[q-2]",
         "test_one_parameter[1]", "test_one_parameter[2]", "test_one_parameter[3]",
-        "test_all[1-1]", "test_all[1-2]", "test_all[2-1]", "test_all[2-2]", "test_marked_case[1]"]
+        *(f"test_all[{b}-{a}]" for b in (1, 2) for a in (1, 2, 3)),
+        *(f"test_two_by_two[{b}-{a}]" for b in (1, 2) for a in (1, 2)), "test_marked_case[1]"]
 
 
 @pytest.mark.parametrize("case", ["test_product[y-1-2]", "test_marked_case[2]"])
