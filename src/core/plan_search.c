@@ -57,7 +57,7 @@ static uint64_t size_at(const search *s, uint32_t i) { return s->w->in->units[s-
 
 static void set_resident(search *s, candidate *c, uint32_t i, bool resident) {
     uint8_t *flag = &c->resident[s->w->order[i]];
-    if (*flag == resident) return;
+    if (*flag == resident || (s->w->in->units[s->w->order[i]].flags & STHI_UNIT_STAYS_PACKED)) return;
     *flag = resident;
     c->resident_bytes += resident ? size_at(s, i) : 0 - size_at(s, i);
 }

@@ -197,6 +197,50 @@ static void bad_segments_are_refused(void **state) {
     world_close(&w);
 }
 
+static uint64_t packed_bytes_of(world *w) {
+    sth_prediction p;
+    assert_ok(sthi_runtime_prediction(w->runtime, &p));
+    return p.packed_bytes;
+}
+
+/* The link is the bound: units stay packed, less crosses it than with as many bytes of the budget for plain residents,
+ * as the plan says, and each use sees its bytes, also after a write, a smaller budget and a larger one. */
+static void units_stay_packed_where_the_link_is_the_bound(void **state) {
+    (void)state;
+    static const uint64_t alike[8] = {65536, 65536, 65536, 65536, 65536, 65536, 65536, 65536};
+    world w;
+    world_spec spec = packed(STH_TRANSFER_LOSSLESS, 490000);
+    spec.bytes = alike;
+    spec.link = UINT64_C(100000000);
+    spec.read_only = false;
+    spec.flags = STH_UNIT_WATCHED;
+    assert_ok(world_open(&w, &spec));
+    steps(&w, 8, 1000);
+    uint64_t stays = packed_bytes_of(&w), before = stats_of(&w).h2d_bytes;
+    assert_true(stays > 0);
+    steps(&w, 4, 1000);
+    sth_prediction p;
+    assert_ok(sthi_runtime_prediction(w.runtime, &p));
+    assert_int_equal((stats_of(&w).h2d_bytes - before) / 4, p.bytes_per_step);
+    assert_true(stats_of(&w).device_bytes >= stays);
+    for (uint8_t version = 1; version < 4; version++) {
+        for (uint32_t i = 0; i < 8; i++) world_fill(&w, i, version == 2 ? WORLD_WILD : version);
+        steps(&w, 3, 1000);
+    }
+    world_close(&w);
+}
+
+/* Compute is the bound: none stays packed. */
+static void none_stays_packed_where_compute_is_the_bound(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = packed(STH_TRANSFER_LOSSLESS, 200000);
+    assert_ok(world_open(&w, &spec));
+    steps(&w, 8, 10000000);
+    assert_int_equal(packed_bytes_of(&w), 0);
+    world_close(&w);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_use_sees_what_its_packed_image_says),
@@ -205,6 +249,8 @@ int main(void) {
         cmocka_unit_test(a_written_master_is_encoded_again),
         cmocka_unit_test(values_that_do_not_pack_cross_as_they_are),
         cmocka_unit_test(lossless_bytes_are_fewer_on_the_link),
+        cmocka_unit_test(units_stay_packed_where_the_link_is_the_bound),
+        cmocka_unit_test(none_stays_packed_where_compute_is_the_bound),
         cmocka_unit_test(bad_segments_are_refused),
     };
     return cmocka_run_group_tests_name("packed", tests, NULL, NULL);
