@@ -207,25 +207,28 @@ static uint64_t packed_bytes_of(world *w) {
  * as the plan says, and each use sees its bytes, also after a write, a smaller budget and a larger one. */
 static void units_stay_packed_where_the_link_is_the_bound(void **state) {
     (void)state;
-    static const uint64_t alike[8] = {65536, 65536, 65536, 65536, 65536, 65536, 65536, 65536};
+    enum { UNITS = 24 };
+    uint64_t alike[UNITS]; /* every other one is packed */
+    uint32_t order[UNITS];
+    for (uint32_t i = 0; i < UNITS; i++) alike[i] = i % 2 ? 512 : 65536, order[i] = i;
     world w;
-    world_spec spec = packed(STH_TRANSFER_LOSSLESS, 490000);
-    spec.bytes = alike;
+    world_spec spec = world_default(UNITS, alike, 614000);
+    spec.packed = STH_TRANSFER_LOSSLESS;
     spec.link = UINT64_C(100000000);
     spec.read_only = false;
     spec.flags = STH_UNIT_WATCHED;
     assert_ok(world_open(&w, &spec));
-    steps(&w, 8, 1000);
+    for (int k = 0; k < 8; k++) assert_ok(world_step(&w, order, UNITS, 1000));
     uint64_t stays = packed_bytes_of(&w), before = stats_of(&w).h2d_bytes;
     assert_true(stays > 0);
-    steps(&w, 4, 1000);
+    for (int k = 0; k < 4; k++) assert_ok(world_step(&w, order, UNITS, 1000));
     sth_prediction p;
     assert_ok(sthi_runtime_prediction(w.runtime, &p));
     assert_int_equal((stats_of(&w).h2d_bytes - before) / 4, p.bytes_per_step);
     assert_true(stats_of(&w).device_bytes >= stays);
     for (uint8_t version = 1; version < 4; version++) {
-        for (uint32_t i = 0; i < 8; i++) world_fill(&w, i, version == 2 ? WORLD_WILD : version);
-        steps(&w, 3, 1000);
+        for (uint32_t i = 0; i < UNITS; i++) world_fill(&w, i, version == 2 ? WORLD_WILD : version);
+        for (int k = 0; k < 3; k++) assert_ok(world_step(&w, order, UNITS, 1000));
     }
     world_close(&w);
 }
