@@ -3,8 +3,9 @@ streamed, and offloaded by others, in one process.
 
 usage: real.py [CASE,CASE] [--systems NAME,NAME] [--budgets GB,GB] [--steps N] [--small] [--out FILE] [--trace FOLDER]
 
-CASE: of released.CASES; all of them where none is given. Systems: resident, ours (once for each budget), leaf
-(diffusers' group offloading, leaf level with a stream), model (a pipeline's model offload), accelerate (cpu_offload).
+CASE: of released.CASES; all of them where none is given. Systems: resident, ours and lossless (once for each budget;
+weights cross the link as they are, or packed), leaf (diffusers' group offloading, leaf level with a stream), model (a
+pipeline's model offload), accelerate (cpu_offload).
 --small: a few layers of each, on the simulated device; times say nothing then.
 
 Each row is a JSON line in --out: ms of the first, second and third step and the median of the rest, what a step was
@@ -28,7 +29,8 @@ from released import CASES, Case
 
 import stagehand
 
-SYSTEMS = ("resident", "ours", "leaf", "model", "accelerate")
+SYSTEMS = ("resident", "ours", "lossless", "leaf", "model", "accelerate")
+OURS = ("ours", "lossless")
 PACKAGES = ("diffusers", "transformers", "peft", "accelerate")
 
 
@@ -46,14 +48,18 @@ def resident(made, case: Case, where: Where, budget):
     return lambda: made.to("cpu")
 
 
-def ours(made, case: Case, where: Where, budget):
+def ours(made, case: Case, where: Where, budget, transfer="plain"):
     device = "cuda" if where.cuda else "sim"
     if case.pipeline:
         from stagehand.integrations.diffusers import offload
 
-        return offload(made, vram_budget=budget, device=device).shutdown
-    stagehand.layer(made, vram_budget=budget, device=device, inference_mode=not case.trains)
+        return offload(made, vram_budget=budget, device=device, transfer=transfer).shutdown
+    stagehand.layer(made, vram_budget=budget, device=device, inference_mode=not case.trains, transfer=transfer)
     return lambda: stagehand.shutdown(made)
+
+
+def lossless(made, case: Case, where: Where, budget):
+    return ours(made, case, where, budget, "lossless")
 
 
 def leaf(made, case: Case, where: Where, budget):
@@ -99,7 +105,8 @@ def accelerate(made, case: Case, where: Where, budget):
     return undo
 
 
-PREPARE = {"resident": resident, "ours": ours, "leaf": leaf, "model": model, "accelerate": accelerate}
+PREPARE = {"resident": resident, "ours": ours, "lossless": lossless, "leaf": leaf, "model": model,
+           "accelerate": accelerate}
 
 
 # ---------------------------------------------------------------------- rows
@@ -172,9 +179,9 @@ def rows_of(name: str, case: Case, made, system: str, budget: int | None, args, 
             prepare_libraries(steps, args.steps)
         for phase, step in steps.items():
             row = {"setup_s": setup, **measured(step, args.steps, where)}
-            if args.trace and system == "ours":
+            if args.trace and system in OURS:
                 os.makedirs(args.trace, exist_ok=True)
-                place = f"{name}-{budget / 1e9:g}-{phase}".replace(" ", "-")
+                place = f"{name}-{system}-{budget / 1e9:g}-{phase}".replace(" ", "-")
                 with stagehand.trace(os.path.join(args.trace, f"{place}.json.gz")):
                     step()
                     where.synchronize()
@@ -183,10 +190,10 @@ def rows_of(name: str, case: Case, made, system: str, budget: int | None, args, 
             ring = ring_bytes(made)
             row.update(peak_gb=(where.peak() + ring) / 1e9, reserved_gb=(reserved(where) + ring) / 1e9,
                        taken_gb=where.taken() / 1e9, rss_gb=rss()["VmRSS"] / 1e9)
-            if system == "ours" and case.pipeline:
+            if system in OURS and case.pipeline:
                 row["models"] = {stagehand.runtime(part).name: shown(stagehand.runtime(part))
                                  for part in models_of(made) if managed(part)}
-            elif system == "ours":
+            elif system in OURS:
                 runtime = stagehand.runtime(made)
                 plan = runtime.plan
                 row.update(predicted=plan["step_ns"] / 1e6, bytes_per_step=plan["bytes_per_step"],
@@ -228,7 +235,7 @@ def run_case(name: str, args, where: Where, record: Record) -> int:
     case, failed = CASES[name], 0
     budgets = [float(word) for word in args.budgets.split(",")] if args.budgets else case.budgets
     rows = [(system, budget) for system in args.systems.split(",")
-            for budget in (budgets if system == "ours" else [None])]
+            for budget in (budgets if system in OURS else [None])]
     heads = [{"case": name, "system": system, "budget_gb": budget, "small": args.small} for system, budget in rows]
     if all(key_of(head) in record.done for head in heads):
         return 0

@@ -99,13 +99,15 @@ struct named_model {
  * a picture, 512 of text. */
 #define F SQUARE(3072)
 #define FLUX_ALL 4608.0
-static const part flux_double[] = {
-    {"modulation", 12 * F, 1, 0},
-    {"image.attention", 4 * F, 4096, ATTEND(FLUX_ALL, FLUX_ALL, 3072)},
-    {"text.attention", 4 * F, 512, 0},
-    {"image.mlp", 8 * F, 4096, 0},
-    {"text.mlp", 8 * F, 512, 0},
-    END};
+/* A block whose streams, of a picture and of so many tokens of text, meet in one attention. */
+#define TWO_STREAMS(text)                                                       \
+    {"modulation", 12 * F, 1, 0},                                               \
+    {"image.attention", 4 * F, 4096, ATTEND(4096.0 + (text), 4096.0 + (text), 3072)}, \
+    {"text.attention", 4 * F, text, 0},                                         \
+    {"image.mlp", 8 * F, 4096, 0},                                              \
+    {"text.mlp", 8 * F, text, 0},                                               \
+    END
+static const part flux_double[] = {TWO_STREAMS(512)};
 static const part flux_single[] = {
     {"modulation", 3 * F, 1, 0},
     {"first", 7 * F, FLUX_ALL, ATTEND(FLUX_ALL, FLUX_ALL, 3072)},
@@ -127,14 +129,7 @@ static const block wan[] = {{"blocks", 40, wan_block}, BLOCKS_END};
 
 /* QwenImageTransformer2DModel: 60 blocks of two streams, 24 heads of 128. 4,096 tokens of a
  * picture, 256 of text. */
-#define QWEN_ALL 4352.0
-static const part qwen_block[] = {
-    {"modulation", 12 * F, 1, 0},
-    {"image.attention", 4 * F, 4096, ATTEND(QWEN_ALL, QWEN_ALL, 3072)},
-    {"text.attention", 4 * F, 256, 0},
-    {"image.mlp", 8 * F, 4096, 0},
-    {"text.mlp", 8 * F, 256, 0},
-    END};
+static const part qwen_block[] = {TWO_STREAMS(256)};
 static const block qwen_image[] = {{"blocks", 60, qwen_block}, BLOCKS_END};
 
 /* LTXVideoTransformer3DModel: 28 blocks, 32 heads of 64. 97 frames of 768 x 512: 13 * 16 * 24

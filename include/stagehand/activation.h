@@ -93,6 +93,30 @@ STH_API sth_status sth_activation_close(sth_activation *activation);
 
 STH_API sth_status sth_activation_set_marks(sth_activation *activation, uint64_t high,
                                             uint64_t low);
+/* Marks that follow what passes take, for callers that know the peak of the device's memory: bytes
+ * used between two calls of relieve are in that peak alone. Plain data of the caller's; pass `high`
+ * and sth_watermark_low() to sth_activation_set_marks(). Callers read members; the calls below write.
+ * Threads: one at a time. Blocks: no. A call with NULL does nothing. */
+typedef struct sth_watermark {
+    uint64_t high, band; /* bytes; band: high - low */
+    bool follows;        /* below the budget */
+    uint64_t budget;     /* bytes */
+    uint64_t ceiling;    /* bytes: a higher mark was too high, for */
+    uint32_t patience;   /* so many passes more */
+} sth_watermark;
+/* follows: with a budget, below which the mark stays; else it does not move. */
+STH_API void sth_watermark_init(sth_watermark *mark, uint64_t high, uint64_t low, bool follows,
+                                uint64_t budget);
+/* A pass has ended whose peak is `peak` bytes; 0: not known. moved: something was spilled or
+ * dropped so far. Above the budget, less 1/128, the mark comes down by the excess; below it goes
+ * up by half of the rest, and for 100 passes not above one that was too high. It stays between 1/8
+ * of the budget and all of it. Returns whether the marks are to be set. */
+STH_API bool sth_watermark_follow(sth_watermark *mark, uint64_t peak, bool moved);
+/* Others leave `most` bytes. given: the mark before any limit. Returns whether the marks are to be
+ * set. */
+STH_API bool sth_watermark_limit(sth_watermark *mark, const sth_watermark *given, uint64_t most);
+STH_API uint64_t sth_watermark_low(const sth_watermark *mark);
+
 /* The most host memory to pin, in bytes. Memory taken from now on above it is pageable: slower,
  * never wrong. 0: as much as the system allows. */
 STH_API sth_status sth_activation_set_pinned_limit(sth_activation *activation, uint64_t bytes);

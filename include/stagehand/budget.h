@@ -13,7 +13,9 @@
  * - Small weights stay on the device as far as 1/8 of the budget holds them, and as far as the
  *   rest leaves enough to work with.
  * - Packed bytes arrive in STH_BUDGET_STAGES buffers, each as large as the largest piece. A piece
- *   is 1/256 of the budget, or smaller where the budget has no room for that.
+ *   is 1/256 of the budget, or smaller where the budget has no room for that. There are more
+ *   buffers, up to STH_BUDGET_MOST_STAGES, as far as 1/64 of the budget holds them and 1/8 of what
+ *   places do not need: the link goes on while expansions wait for a kernel to end.
  * With every budget from the smallest on the model works.
  *
  * Unless a function says otherwise: Threads: any, at once. Blocks: no. Allocates: no. */
@@ -32,7 +34,8 @@ extern "C" {
 
 enum {
     STH_BUDGET_SMALL = 4096,               /* bytes: a weight of so many is small whatever its shape */
-    STH_BUDGET_STAGES = 3,                 /* buffers on the device in which packed bytes arrive */
+    STH_BUDGET_STAGES = 3,                 /* buffers on the device in which packed bytes arrive, at least */
+    STH_BUDGET_MOST_STAGES = 17,
     STH_BUDGET_LEAST_PIECE = 16 << 10,     /* bytes of a piece, but where a single row has more */
     STH_BUDGET_MOST_PIECE = 8 << 20
 };
@@ -89,6 +92,7 @@ typedef struct sth_budget_advice {
     bool works;             /* the budget is enough. If not, the rest is as for one that is */
     uint64_t piece_bytes;   /* of packed bytes: for sth_transfer_layout() and sth_quant_segments() */
     uint64_t stays_bytes;   /* fixed ones, and small weights that stay */
+    uint32_t stages;        /* buffers: for sth_runtime_options.stages */
     uint64_t stage_bytes;   /* of all stages together; 0: nothing crosses packed */
     uint64_t units_bytes;   /* of all units that need places */
     uint64_t units_least;   /* bytes of places with which these work */

@@ -38,7 +38,8 @@ typedef struct sth_residency_info {
     uint64_t peak;      /* highest value of `occupied` */
     uint64_t primary, secondary; /* the parts of `occupied` that are reserved so */
     uint64_t kept;      /* the part that keep_begin protects and no PRIMARY reservation does */
-    uint64_t fixed;     /* the part that callers fill themselves (sth_runtime_options.reserved) */
+    uint64_t yielding;  /* the rest: idle runtimes give way with it */
+    uint64_t fixed;     /* the part of `occupied` that callers fill themselves (sth_runtime_options.reserved) */
     uint32_t runtimes;  /* on the device or parked */
 } sth_residency_info;
 
@@ -166,6 +167,7 @@ typedef struct sth_budget_verdict {
     uint64_t margin, reserve; /* bytes that are left free on top */
     uint64_t growths, shrinks; /* of the cap, so far */
     bool reset_peak;    /* the framework's peak is to begin again, once the budget is set */
+    bool trim;          /* once the budget is set, the framework is to give back what it does not use */
 } sth_budget_verdict;
 
 /* Takes a reading of the device's memory and says what the runtime may have. If the reading has no
@@ -173,6 +175,47 @@ typedef struct sth_budget_verdict {
  * INVALID_ARGUMENT for NULL. Blocks: no. */
 STH_API sth_status sth_residency_find_budget(sth_device *device, const sth_memory_reading *reading,
                                              sth_budget_verdict *out_verdict);
+/* The same before a step of the runtime that asks, whose budget is then at least the smallest that
+ * works, where it had so much, and no larger while it is leased. spare: bytes of its `reserved` that
+ * its caller can give up. Returns INVALID_ARGUMENT for NULL, and DEVICE_LOST and the like where the
+ * runtime cannot be used. Blocks: for the runtime's lock. */
+STH_API sth_status sth_runtime_find_budget(sth_runtime *runtime, const sth_memory_reading *reading,
+                                           uint64_t spare, sth_budget_verdict *out_verdict);
+/* Whether the runtimes of the device, what the rest of the process needs and what the framework
+ * holds unused take more than the reading's ceiling, once the runtime that asks has the reading's
+ * `budget`. The framework is to give back what it does not use then. False for NULL. Blocks: no. */
+STH_API bool sth_residency_above_ceiling(sth_device *device, const sth_memory_reading *reading);
+/* The budget with which an idle runtime gives `bytes` of what it has to others, or as many as it can
+ * work without; 0: it has none to give. *out_freed (may be NULL): bytes that others have then.
+ * Nothing is changed: pass the budget to sth_runtime_set_budget. spare: as in find_budget. Blocks:
+ * for the runtime's lock. */
+STH_API uint64_t sth_runtime_budget_without(sth_runtime *runtime, uint64_t bytes, uint64_t spare,
+                                            uint64_t *out_freed);
+
+/* When the device's memory is read for one model whose budget is found: before each of its first
+ * steps, before a step with larger inputs than any before, and before one that begins a turn; else
+ * at most every 50 ms. Zeroed: the model has not run. Plain data of the caller's.
+ *
+ *     inputs(bytes) -> due(now)? -> find_budget -> looked(now) -> step
+ *
+ * Threads: one at a time. Blocks: no. A call with NULL does nothing. */
+typedef struct sth_budget_pace {
+    uint64_t steps;           /* that began with a reading: sth_memory_reading.steps */
+    uint64_t coming, largest; /* bytes of inputs: of the pass to come, the most of a pass before */
+    int64_t looked_ns;        /* time of the last reading */
+} sth_budget_pace;
+/* A pass with so many bytes of inputs is about to begin, inside a step that has begun already or
+ * before one. */
+STH_API void sth_budget_pace_inputs(sth_budget_pace *pace, uint64_t bytes, bool inside_step);
+/* Whether a step that begins now is to begin with a reading. turn: another model ran before it.
+ * *out_growth is sth_memory_reading.growth. now_ns: on any steady clock. */
+STH_API bool sth_budget_pace_due(sth_budget_pace *pace, int64_t now_ns, bool turn,
+                                 double *out_growth);
+STH_API void sth_budget_pace_looked(sth_budget_pace *pace, int64_t now_ns); /* a reading was taken */
+/* The first budgets were too small for what is leased at once: the next step has all. */
+STH_API void sth_budget_pace_hurry(sth_budget_pace *pace);
+STH_API void sth_budget_pace_renew(sth_budget_pace *pace); /* what was seen counts no more */
+
 /* An idle runtime lends others `bytes` of what it has on the device, as if one of them had asked,
  * or all; it asks for them when it is used. Nothing happens while it is in use. Returns
  * INVALID_ARGUMENT for NULL, and DEVICE_LOST and the like where the runtime cannot be used.

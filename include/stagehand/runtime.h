@@ -96,6 +96,8 @@ typedef struct sth_runtime_options {
     sth_pool *pool;            /* slabs to use instead of own ones; must outlive the runtime. NULL = own,
                                   made only when a unit needs staging */
     int copy_priority;         /* stream priority, lower is more urgent. Default -1 */
+    uint32_t stages;           /* device buffers in which packed bytes arrive (budget.h), each as large as the largest
+                                  segment: STH_BUDGET_STAGES to STH_BUDGET_MOST_STAGES, the default is the former */
     bool read_only;            /* the caller will not write host images between steps without
                                   sth_unit_mark_written: writable units are prefetched across steps */
     /* seal takes no memory: the first step does, or what residency.h offers */

@@ -31,6 +31,9 @@ typedef enum sth_home {
         STH_HOME_COUNT
 } sth_home; /* all but STH_HOME_DEVICE: on the host */
 
+/* Bytes of state for an element, of an optimizer that nobody knows yet: two moments of float32. */
+enum { STH_TRAINABLE_STATE_BYTES = 8 };
+
 typedef struct sth_trainable {
     uint64_t bytes;          /* of the weight */
     uint64_t gradient_bytes;

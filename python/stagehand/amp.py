@@ -74,11 +74,15 @@ def install() -> None:
 
 def settle(optimizer: torch.optim.Optimizer) -> None:
     """Before a step of an optimizer that uses the scale itself: a scaler has given it the scale and the mark of an
-    infinity, which go to the host where a parameter is there."""
-    for name in ("grad_scale", "found_inf"):
+    infinity, which go to the host where a parameter is there. The mark is the sum of those of the devices that have
+    parameters, and PyTorch's kernels skip a step for a mark of 1 alone."""
+    if not _has_host_parameters(optimizer):
+        return
+    for name, most in (("grad_scale", None), ("found_inf", 1.0)):
         given = getattr(optimizer, name, None)
-        if given is not None and given.device.type != "cpu" and _has_host_parameters(optimizer):
-            setattr(optimizer, name, given.to("cpu"))
+        if isinstance(given, torch.Tensor):
+            given = given.to("cpu")
+            setattr(optimizer, name, given if most is None else given.clamp(max=most))
 
 
 def remove() -> None:

@@ -142,8 +142,7 @@ class Target(NotCopied):
         """What a new model could have: free, or of models that give way."""
         self.tell_what_is_free()
         account = self.core.residency()
-        free = min(self.free_bytes(), account["free"])
-        return free + account["occupied"] - account["primary"] - account["secondary"] - account["kept"]
+        return min(self.free_bytes(), account["free"]) + account["yielding"]
 
 
 _cards = threading.Lock()  # of threads that open one

@@ -1,6 +1,7 @@
 /* Exported functions of stagehand/activation.h: check the arguments, then hand over to activation/. */
 #include "activation/store.h"
 #include "api/arguments.h"
+#include "core/watermark.h"
 
 /* No memory has more; sums of such sizes fit 64 bits. */
 #define MOST_BYTES (UINT64_C(1) << 57)
@@ -51,6 +52,17 @@ sth_status sth_activation_set_marks(sth_activation *activation, uint64_t high, u
     STHI_TRY(check_marks(high, low));
     return sthi_activation_set_marks(activation, high, low);
 }
+
+void sth_watermark_init(sth_watermark *mark, uint64_t high, uint64_t low, bool follows, uint64_t budget) {
+    if (mark) sthi_watermark_init(mark, high, low, follows, budget);
+}
+bool sth_watermark_follow(sth_watermark *mark, uint64_t peak, bool moved) {
+    return mark && sthi_watermark_follow(mark, peak, moved);
+}
+bool sth_watermark_limit(sth_watermark *mark, const sth_watermark *given, uint64_t most) {
+    return mark && given && sthi_watermark_limit(mark, given, most);
+}
+uint64_t sth_watermark_low(const sth_watermark *mark) { return mark ? sthi_watermark_low(mark) : 0; }
 
 sth_status sth_activation_set_pinned_limit(sth_activation *activation, uint64_t bytes) {
     return activation ? sthi_activation_set_pinned_limit(activation, bytes) : null_argument("activation");

@@ -2,6 +2,7 @@
 #include "stagehand/residency.h"
 
 #include "api/arguments.h"
+#include "core/pace.h"
 #include "runtime/runtime.h"
 #include "runtime/share/cap.h"
 #include "runtime/share/give.h"
@@ -85,6 +86,44 @@ sth_status sth_residency_find_budget(sth_device *device, const sth_memory_readin
     if (!device || !reading || !out_verdict) return null_argument("device, reading or out_verdict");
     sthi_residency_find_budget(device, reading, out_verdict);
     return STH_OK;
+}
+
+sth_status sth_runtime_find_budget(sth_runtime *runtime, const sth_memory_reading *reading, uint64_t spare,
+                                   sth_budget_verdict *out_verdict) {
+    STHI_TRY(sthi_runtime_usable(runtime));
+    if (!reading || !out_verdict) return null_argument("reading or out_verdict");
+    sthi_runtime_find_budget(runtime, reading, spare, out_verdict);
+    return STH_OK;
+}
+
+bool sth_residency_above_ceiling(sth_device *device, const sth_memory_reading *reading) {
+    return device && reading && sthi_residency_above_ceiling(device, reading);
+}
+
+uint64_t sth_runtime_budget_without(sth_runtime *runtime, uint64_t bytes, uint64_t spare, uint64_t *out_freed) {
+    uint64_t freed = 0, less = 0;
+    if (sthi_runtime_is_here(runtime)) less = sthi_runtime_budget_without(runtime, bytes, spare, &freed);
+    if (out_freed) *out_freed = freed;
+    return less;
+}
+
+void sth_budget_pace_inputs(sth_budget_pace *pace, uint64_t bytes, bool inside_step) {
+    if (pace) sthi_pace_inputs(pace, bytes, inside_step);
+}
+bool sth_budget_pace_due(sth_budget_pace *pace, int64_t now_ns, bool turn, double *out_growth) {
+    double growth = 0;
+    bool due = pace && sthi_pace_due(pace, now_ns, turn, &growth);
+    if (out_growth) *out_growth = growth;
+    return due;
+}
+void sth_budget_pace_looked(sth_budget_pace *pace, int64_t now_ns) {
+    if (pace) sthi_pace_looked(pace, now_ns);
+}
+void sth_budget_pace_hurry(sth_budget_pace *pace) {
+    if (pace) sthi_pace_hurry(pace);
+}
+void sth_budget_pace_renew(sth_budget_pace *pace) {
+    if (pace) sthi_pace_renew(pace);
 }
 
 void sth_residency_forget(sth_device *device) {

@@ -175,6 +175,7 @@ void sthi_account_info(const sthi_account *a, sth_residency_info *out) {
         if (shield == STHI_SHIELD_KEPT) out->kept += m->charge;
         if (shield == STHI_SHIELD_SECONDARY) out->secondary += m->charge;
     }
+    out->yielding = out->occupied - out->primary - out->secondary - out->kept;
 }
 
 static const char *why(const sthi_member *m) {

@@ -18,6 +18,7 @@ enum {
     SMALL_SHARE = 8, /* small weights stay as far as 1/8 of the budget holds them */
     HELD_SHARE = 4,  /* units held while others are used are kept if they take at most 1/4 of the room for places */
     PIECES = 256,    /* a piece is 1/256 of the budget */
+    STAGES_SHARE = 64, /* stages take 1/64 of it, where that is more than the fewest take */
     LARGEST_AT_ONCE = 3
 };
 #define BYTES_MOST (UINT64_MAX / 16) /* of all weights together */
@@ -281,7 +282,7 @@ static needs evaluate(world *x, uint32_t count) {
     return n;
 }
 
-/* Of the units of the last evaluation. */
+/* The least bytes of stages, of the units of the last evaluation. */
 static uint64_t stages(const world *x, uint64_t piece) {
     uint64_t most = 0;
     for (uint32_t w = 0; w < x->m->weight_count; w++) {
@@ -291,6 +292,13 @@ static uint64_t stages(const world *x, uint64_t piece) {
                                                  : sthi_min_u64(weight->bytes, piece));
     }
     return times(STH_BUDGET_STAGES, most);
+}
+
+/* How many stages: more than the least as far as a share of the budget, and of what places do not need, holds them. */
+static uint32_t stage_count(uint64_t stage_bytes, uint64_t budget, uint64_t free) {
+    uint64_t room = sthi_min_u64(budget / STAGES_SHARE, free / SMALL_SHARE);
+    if (!stage_bytes || room <= times(STH_BUDGET_STAGES, stage_bytes)) return STH_BUDGET_STAGES;
+    return (uint32_t)sthi_min_u64(room / stage_bytes, STH_BUDGET_MOST_STAGES);
 }
 
 static uint64_t places(const needs *n) { return sthi_min_u64(sthi_min_u64(n->whole, n->apart), n->total); }
@@ -389,7 +397,9 @@ static sth_status advise(world *x, uint64_t budget, sth_budget_advice **out) {
     advice->smallest = smallest(x);
     advice->works = budget >= advice->smallest;
     needs n = settle(x, budget, advice->works, &advice->piece_bytes);
-    advice->stage_bytes = stages(x, advice->piece_bytes);
+    uint64_t three = stages(x, advice->piece_bytes), one = three / STH_BUDGET_STAGES;
+    advice->stages = stage_count(one, budget, minus(budget, least(&n, three)));
+    advice->stage_bytes = times(advice->stages, one);
     fill(x, &n, budget, advice);
     *out = advice;
     return STH_OK;
@@ -407,7 +417,9 @@ sth_status sthi_budget_advise(const sth_budget_model *m, sthi_largest_piece *lar
 static uint64_t with_room(world *x, uint64_t room) {
     for (uint64_t budget = smallest(x);;) {
         needs n = evaluate(x, small_that_stay(x, budget));
-        uint64_t enough = plus(plus(n.stays, stages(x, piece_of(budget))), room);
+        uint64_t most = stages(x, piece_of(budget)) / STH_BUDGET_STAGES;
+        most = times(stage_count(most, budget, budget), most);
+        uint64_t enough = plus(plus(n.stays, most), room);
         if (enough <= budget || budget == UINT64_MAX) return budget;
         budget = enough;
     }

@@ -199,3 +199,22 @@ void sthi_finder_share(const sthi_finder *f, const sth_memory_reading *r, sth_bu
     if (little) v->budget = r->budget;
     v->reset_peak = v->reset_peak || v->budget != r->budget;
 }
+
+void sthi_finder_settle(const sth_memory_reading *r, uint64_t least, bool leased, sth_budget_verdict *v) {
+    if (v->budget < r->budget && least > v->budget) {
+        v->budget = sthi_min_u64(least, r->budget);
+        v->why = STH_BUDGET_LEAST;
+    }
+    if (leased) v->budget = sthi_min_u64(v->budget, r->budget);
+    v->trim = v->budget < r->budget && (v->why == STH_BUDGET_NEIGHBOUR || v->why == STH_BUDGET_FAILED);
+}
+
+bool sthi_finder_above_ceiling(const sthi_finder *f, const sth_memory_reading *r, uint64_t occupied) {
+    uint64_t weights = sthi_max_u64(occupied, r->budget), unused = minus(r->framework_reserved, r->framework_allocated);
+    return r->ceiling && plus(plus(weights, others_now(f)), unused) > r->ceiling;
+}
+
+uint64_t sthi_finder_without(uint64_t has, uint64_t over, uint64_t least) {
+    uint64_t less = sthi_max_u64(minus(has, over), least);
+    return less < has ? less : 0;
+}

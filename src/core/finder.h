@@ -38,4 +38,13 @@ void sthi_finder_observe(sthi_finder *f, const sth_memory_reading *reading, uint
 void sthi_finder_follow(sthi_finder *mine, const sthi_finder *ran);
 /* What the runtime of the reading may have, by the cap in force; completes the verdict. */
 void sthi_finder_share(const sthi_finder *f, const sth_memory_reading *reading, sth_budget_verdict *verdict);
+/* Completes the verdict for a runtime whose step is about to begin: it never shrinks below `least` bytes, with which it
+ * works, and does not grow while leases hold places, which a plan for more would shut. */
+void sthi_finder_settle(const sth_memory_reading *reading, uint64_t least, bool leased, sth_budget_verdict *verdict);
+/* Whether more than the ceiling would be taken once the runtime of the reading has its budget: by all runtimes, which
+ * occupy so many bytes now, by the rest of the process, and by what the allocator holds unused. */
+bool sthi_finder_above_ceiling(const sthi_finder *f, const sth_memory_reading *reading, uint64_t occupied);
+/* The budget with which an idle runtime that has `has` bytes gives `over` of them to others, or as many as it can and
+ * works with: `least`. 0: it has none to give. */
+uint64_t sthi_finder_without(uint64_t has, uint64_t over, uint64_t least);
 #endif

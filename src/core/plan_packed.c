@@ -160,7 +160,7 @@ sth_status sthi_plan_create(const sth_plan_input *in, sth_plan **out_plan) {
     bool *packed = any_may_stay(in) ? sthi_zalloc(in->unit_count, sizeof *packed) : NULL;
     if (packed) {
         best->prediction.lower_bound_ns = least_ns(in, best->prediction.compute_ns);
-    bool waits = (double)best->prediction.compute_ns < WORTH_IT * (double)best->prediction.step_ns;
+        bool waits = (double)best->prediction.compute_ns < WORTH_IT * (double)best->prediction.step_ns;
         sth_status rc = waits ? try_sets(in, packed, &best) : STH_OK;
         sthi_free(packed);
         if (rc != STH_OK) {

@@ -47,7 +47,7 @@ static sth_status expand(sth_runtime *rt, const sth_segment *s, sth_devptr stage
 }
 
 static sthi_stage *choose_stage(sth_runtime *rt, bool demand, sth_devptr *out) {
-    uint32_t i = demand ? STHI_STAGES - 1 : rt->expand.next_stage++ % (STHI_STAGES - 1);
+    uint32_t i = demand ? rt->expand.count - 1 : rt->expand.next_stage++ % (rt->expand.count - 1);
     *out = rt->expand.stages + i * rt->expand.stage_bytes;
     return &rt->expand.stage[i];
 }
@@ -129,8 +129,7 @@ static sth_status from_device(sth_runtime *rt, int32_t slot, const arriving *a) 
     STHI_TRY(order_behind(rt, copies, writer)); /* what it was before may be read still */
     STHI_TRY(sthi_copy_bytes(rt, s->unit, at, a->host, a->bytes, copies));
     STHI_TRY(order_behind(rt, writer, copies));
-    STHI_TRY(expand_all(rt, u, a, at, place, writer));
-    return STH_OK;
+    return expand_all(rt, u, a, at, place, writer);
 }
 
 /* A capture brings what is not there through stages, in each replay. */

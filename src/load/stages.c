@@ -65,7 +65,8 @@ sth_status sthi_expand_open(sth_runtime *rt) {
         return STH_OK;
     }
     STHI_TRY(STHI_DEV(rt, stream_create, rt->options.copy_priority, &rt->expand.stream));
-    for (int i = 0; i < STHI_STAGES; i++) {
+    rt->expand.count = rt->options.stages;
+    for (uint32_t i = 0; i < rt->expand.count; i++) {
         STHI_TRY(STHI_DEV(rt, event_create, false, &rt->expand.stage[i].full));
         STHI_TRY(STHI_DEV(rt, event_create, false, &rt->expand.stage[i].emptied));
     }
@@ -85,7 +86,7 @@ sth_status sthi_stages_alloc(sth_runtime *rt) {
         rt->expand.stages = 0;
         return rc;
     }
-    for (int i = 0; i < STHI_STAGES; i++) rt->expand.stage[i].used = false;
+    for (uint32_t i = 0; i < rt->expand.count; i++) rt->expand.stage[i].used = false;
     rt->extents.peak = sthi_max_u64(rt->extents.peak, sthi_held_bytes(rt));
     return STH_OK;
 }
@@ -103,7 +104,7 @@ void sthi_stages_free(sth_runtime *rt) {
 void sthi_expand_close(sth_runtime *rt) {
     if (rt->expand.stream) STHI_DEV(rt, stream_destroy, rt->expand.stream);
     rt->expand.stream = 0;
-    for (int i = 0; i < STHI_STAGES; i++) {
+    for (uint32_t i = 0; i < STHI_MOST_STAGES; i++) {
         if (rt->expand.stage[i].full) STHI_DEV(rt, event_destroy, rt->expand.stage[i].full);
         if (rt->expand.stage[i].emptied) STHI_DEV(rt, event_destroy, rt->expand.stage[i].emptied);
         rt->expand.stage[i] = (sthi_stage){0};

@@ -218,7 +218,7 @@ static void forget_events(sth_runtime *rt) {
     for (uint32_t i = 0; i < rt->places.slot_cap; i++)
         if (rt->places.slots[i].live) sthi_forget_users(rt, (int32_t)i);
     sthi_forget_traces(rt, STH_NONE);
-    for (int i = 0; i < STHI_STAGES; i++) rt->expand.stage[i].used = rt->expand.stage[i].unsure = false;
+    for (uint32_t i = 0; i < rt->expand.count; i++) rt->expand.stage[i].used = rt->expand.stage[i].unsure = false;
     while (rt->events.count) STHI_DEV(rt, event_destroy, rt->events.free[--rt->events.count]);
     rt->traces.unordered = false;
 }

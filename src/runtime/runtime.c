@@ -30,7 +30,8 @@ enum { CHUNK_MAX = 8 << 20, CHUNK_MIN = 64 << 10, READERS_MOST = 256, CHUNK_MOST
 
 void sthi_runtime_options_init(sth_runtime_options *o) {
     *o = (sth_runtime_options){.size = sizeof *o, .prefetch_window = 3, .reader_threads = STH_READERS_AUTO,
-                               .copy_priority = -1, .telemetry_max_bytes = UINT64_C(64) << 20};
+                               .copy_priority = -1, .stages = STH_BUDGET_STAGES,
+                               .telemetry_max_bytes = UINT64_C(64) << 20};
 }
 
 static sth_status bad_option(const char *name, const char *why) {
@@ -44,6 +45,8 @@ static sth_status check_numbers(const sth_runtime_options *o) {
     if (o->least_room > STHI_BYTES_MOST) return bad_option("least_room", "is more than any memory has");
     if (o->reader_threads > READERS_MOST && o->reader_threads != STH_READERS_AUTO)
         return bad_option("reader_threads", "is above 256");
+    if (o->stages < STH_BUDGET_STAGES || o->stages > STH_BUDGET_MOST_STAGES)
+        return bad_option("stages", "must be from 3 to 17");
     return STH_OK;
 }
 

@@ -7,7 +7,7 @@
 #include "stagehand/budget.h"
 
 enum {
-    STHI_STAGES = STH_BUDGET_STAGES, /* two for planned loads, one for those on demand */
+    STHI_MOST_STAGES = STH_BUDGET_MOST_STAGES,
     STHI_WRITERS = 3         /* streams that fill places */
 };
 
@@ -47,11 +47,12 @@ typedef struct sthi_expansion {
     sth_stream stream;       /* 0: nothing is expanded on the device */
     bool on;                 /* packed units are expanded there */
     char error[512];         /* why they are not */
-    sth_devptr stages;       /* STHI_STAGES of stage_bytes each; 0: not allocated now */
+    sth_devptr stages;       /* `count` of stage_bytes each; 0: not allocated now */
     uint64_t stage_bytes;
     sth_devptr packed;       /* where units stay packed; 0: there are none (load/stays.c) */
     uint64_t packed_bytes;
-    sthi_stage stage[STHI_STAGES];
+    uint32_t count;          /* the last one is for loads on demand, the others for planned loads */
+    sthi_stage stage[STHI_MOST_STAGES];
     uint32_t next_stage;
 } sthi_expansion;
 

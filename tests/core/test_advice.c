@@ -281,10 +281,19 @@ static void point(model *x) {
         x->weights[w].packed = x->segments[w].rows ? &x->segments[w] : NULL;
 }
 
-static bool answers(const model *x, const sth_budget_advice *a, uint32_t small, uint64_t piece) {
+/* More than three stages only where they take 1/64 of the budget at most, and places keep what they need. */
+static bool has_stages(const model *x, const sth_budget_advice *a, const answer *want, uint64_t budget) {
+    uint64_t three = slow_stages(x, want, a->piece_bytes), least = slow_least(x, want, a->piece_bytes);
+    if (a->stages < 3 || a->stages > 17 || a->stage_bytes != three / 3 * a->stages) return false;
+    if (a->stages == 3) return true;
+    return a->stage_bytes <= budget / 64 && least + (a->stage_bytes - three) <= budget;
+}
+
+static bool answers(const model *x, const sth_budget_advice *a, uint32_t small, uint64_t piece,
+                    uint64_t budget) {
     answer want = slow(x, small);
     return a->unit_count == want.units && !memcmp(a->unit, want.unit, x->m.weight_count * sizeof *a->unit) &&
-           a->piece_bytes == piece && a->stays_bytes == want.stays && a->stage_bytes == slow_stages(x, &want, piece);
+           a->piece_bytes == piece && a->stays_bytes == want.stays && has_stages(x, a, &want, budget);
 }
 
 /* What a budget that works is used for: as many small weights as may stay, with the largest piece. */
@@ -295,7 +304,7 @@ static void check_choice(const model *x, const sth_budget_advice *a, uint64_t bu
         answer want = slow(x, k);
         for (uint64_t piece = most;; piece = piece / 2 > 16 << 10 ? piece / 2 / 512 * 512 : 16 << 10) {
             if (slow_least(x, &want, piece) <= budget) {
-                assert_true(answers(x, a, k, piece));
+                assert_true(answers(x, a, k, piece, budget));
                 return;
             }
             if (piece == 16 << 10) break;
@@ -462,6 +471,34 @@ static void test_small_weights_stream_where_the_rest_needs_their_room(void **sta
     sthi_budget_advice_destroy(a);
 }
 
+static void test_a_larger_budget_has_more_stages(void **state) {
+    (void)state;
+    model x;
+    begin(&x);
+    for (uint32_t i = 0; i < 4; i++) {
+        (void)add_module(&x, 0);
+        (void)add_weight(&x, i, UINT64_C(256) << 20, 0);
+        x.segments[i] = (sth_segment){.rows = 512, .cols = 1 << 19};
+    }
+    point(&x);
+    static const struct { uint64_t budget; uint32_t stages; } with[] = {
+        {UINT64_C(600) << 20, 4}, {UINT64_C(900) << 20, 4}, {UINT64_C(3) << 30, 6}, {UINT64_C(64) << 30, 17}};
+    for (int i = 0; i < 4; i++) {
+        sth_budget_advice *a = advice(&x, with[i].budget);
+        assert_true(a->works);
+        assert_int_equal(a->stages, with[i].stages);
+        assert_int_equal(a->stage_bytes, a->stages * in_rows(&x.segments[0], a->piece_bytes));
+        assert_true(a->stage_bytes <= with[i].budget / 64);
+        sthi_budget_advice_destroy(a);
+    }
+    sth_budget_advice *a = advice(&x, 0);
+    uint64_t smallest = a->smallest;
+    sthi_budget_advice_destroy(a);
+    a = advice(&x, smallest);
+    assert_true(a->works && a->stages == 3);
+    sthi_budget_advice_destroy(a);
+}
+
 static void test_numbers_that_cannot_be_are_named(void **state) {
     (void)state;
     sth_budget_advice *a = NULL;
@@ -525,6 +562,7 @@ int main(void) {
         cmocka_unit_test(test_the_room_holds_a_unit_however_those_that_are_held_lie),
         cmocka_unit_test(test_small_weights_stay_as_far_as_an_eighth_of_the_budget_holds_them),
         cmocka_unit_test(test_small_weights_stream_where_the_rest_needs_their_room),
+        cmocka_unit_test(test_a_larger_budget_has_more_stages),
         cmocka_unit_test(test_numbers_that_cannot_be_are_named),
         cmocka_unit_test(test_without_memory_there_is_an_error_and_nothing_is_left),
     };

@@ -378,6 +378,98 @@ static void a_ceiling_above_the_device_changes_nothing(void **state) {
     assert_true(b.cap + b.reserve == b.capacity && b.reserve < a.reserve);
 }
 
+/* ---- before a step of a runtime */
+
+static sth_budget_verdict settled(uint64_t has, uint64_t asked, sth_budget_why why, uint64_t least, bool leased) {
+    sth_memory_reading r = {.budget = has};
+    sth_budget_verdict v = {.budget = asked, .why = why};
+    sthi_finder_settle(&r, least, leased, &v);
+    return v;
+}
+
+static void a_budget_never_shrinks_below_the_smallest_that_works(void **state) {
+    (void)state;
+    sth_budget_verdict v = settled(100, 40, STH_BUDGET_NEIGHBOUR, 60, false);
+    assert_true(v.budget == 60 && v.why == STH_BUDGET_LEAST && !v.trim);
+    v = settled(100, 40, STH_BUDGET_NEIGHBOUR, 40, false);
+    assert_true(v.budget == 40 && v.why == STH_BUDGET_NEIGHBOUR && v.trim);
+    v = settled(100, 40, STH_BUDGET_PEAK, 160, false); /* it has less than it needs: it does not grow by that */
+    assert_true(v.budget == 100 && v.why == STH_BUDGET_LEAST);
+    v = settled(100, 120, STH_BUDGET_FULL, 160, false);
+    assert_true(v.budget == 120 && v.why == STH_BUDGET_FULL);
+}
+
+static void a_budget_does_not_grow_while_places_are_leased(void **state) {
+    (void)state;
+    assert_int_equal(settled(100, 120, STH_BUDGET_FULL, 0, true).budget, 100);
+    assert_int_equal(settled(100, 120, STH_BUDGET_FULL, 0, false).budget, 120);
+    assert_int_equal(settled(100, 80, STH_BUDGET_PEAK, 10, true).budget, 80);
+}
+
+static void the_allocator_gives_back_for_a_neighbour_and_after_failures(void **state) {
+    (void)state;
+    assert_true(settled(100, 80, STH_BUDGET_NEIGHBOUR, 0, false).trim);
+    assert_true(settled(100, 80, STH_BUDGET_FAILED, 0, false).trim);
+    assert_false(settled(100, 80, STH_BUDGET_PEAK, 0, false).trim);
+    assert_false(settled(100, 100, STH_BUDGET_NEIGHBOUR, 0, false).trim);
+    assert_false(settled(100, 120, STH_BUDGET_FAILED, 0, false).trim);
+}
+
+static void random_verdicts_stay_between_what_is_asked_and_what_is_there(void **state) {
+    (void)state;
+    for (uint64_t i = 0; i < 100000; i++) {
+        uint64_t has = sthi_random64(i, 0) % 64, asked = sthi_random64(i, 1) % 64, least = sthi_random64(i, 2) % 64;
+        bool leased = sthi_random64(i, 3) & 1;
+        sth_budget_verdict v = settled(has, asked, STH_BUDGET_PEAK, least, leased);
+        assert_true(v.budget >= (asked < has ? asked : has) && v.budget <= (asked > has ? asked : has));
+        assert_true(v.budget >= (least < has ? least : has));
+        assert_false(leased && v.budget > has);
+        assert_true(settled(has, asked, STH_BUDGET_PEAK, least + 1, leased).budget >= v.budget);
+        assert_true(settled(has, asked + 1, STH_BUDGET_PEAK, least, leased).budget >= v.budget);
+    }
+}
+
+static void an_idle_runtime_gives_what_it_works_without(void **state) {
+    (void)state;
+    assert_int_equal(sthi_finder_without(100, 30, 40), 70);
+    assert_int_equal(sthi_finder_without(100, 60, 40), 40);
+    assert_int_equal(sthi_finder_without(100, 90, 40), 40);
+    assert_int_equal(sthi_finder_without(100, UINT64_MAX, 40), 40);
+    assert_int_equal(sthi_finder_without(100, 0, 40), 0);
+    assert_int_equal(sthi_finder_without(40, 10, 40), 0);
+    assert_int_equal(sthi_finder_without(40, 10, 60), 0);
+    for (uint64_t i = 0; i < 100000; i++) {
+        uint64_t has = sthi_random64(i, 0) % 64, over = sthi_random64(i, 1) % 64, least = sthi_random64(i, 2) % 64;
+        uint64_t less = sthi_finder_without(has, over, least);
+        if (!less) continue;
+        assert_true(less < has && less >= least && has - less <= over);
+        assert_true(sthi_finder_without(has, over + 1, least) <= less);
+    }
+}
+
+static void the_ceiling_counts_weights_activations_and_the_cache(void **state) {
+    (void)state;
+    sthi_finder f = {0};
+    sth_budget_verdict v;
+    sth_memory_reading r = {.total = GIB, .free = GIB / 2, .framework_reserved = 40 * MIB,
+                            .framework_allocated = 30 * MIB, .framework_peak = 30 * MIB};
+    sthi_finder_observe(&f, &r, 0, 0, 0, &v);
+    assert_int_equal(v.others, 30 * MIB);
+    r.ceiling = 140 * MIB;
+    r.budget = 100 * MIB;
+    assert_false(sthi_finder_above_ceiling(&f, &r, 0)); /* 100 + 30 + 10 */
+    assert_false(sthi_finder_above_ceiling(&f, &r, 100 * MIB));
+    assert_true(sthi_finder_above_ceiling(&f, &r, 100 * MIB + 1)); /* others' weights are there, too */
+    r.budget++;
+    assert_true(sthi_finder_above_ceiling(&f, &r, 0));
+    r.framework_reserved--; /* of the cache */
+    assert_false(sthi_finder_above_ceiling(&f, &r, 0));
+    r.budget = UINT64_MAX;
+    assert_true(sthi_finder_above_ceiling(&f, &r, 0));
+    r.ceiling = 0;
+    assert_false(sthi_finder_above_ceiling(&f, &r, 0));
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(models_that_take_turns_have_what_their_own_activations_leave),
@@ -398,6 +490,12 @@ int main(void) {
         cmocka_unit_test(an_allocator_that_empties_its_cache_gets_a_margin_for_a_while),
         cmocka_unit_test(the_users_limit_and_the_smallest_that_works_hold),
         cmocka_unit_test(random_lives_settle),
+        cmocka_unit_test(a_budget_never_shrinks_below_the_smallest_that_works),
+        cmocka_unit_test(a_budget_does_not_grow_while_places_are_leased),
+        cmocka_unit_test(the_allocator_gives_back_for_a_neighbour_and_after_failures),
+        cmocka_unit_test(random_verdicts_stay_between_what_is_asked_and_what_is_there),
+        cmocka_unit_test(an_idle_runtime_gives_what_it_works_without),
+        cmocka_unit_test(the_ceiling_counts_weights_activations_and_the_cache),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -176,7 +176,7 @@ def differing_weights(folder, form, dtype, device, rank=8, passes=3):
     with torch.no_grad():
         for _ in range(passes):
             for (name, value), got in zip(want.items(), model(torch.zeros(1))):
-                if not torch.equal(value.view(bits), got.cpu().view(bits)):
+                if not torch.equal(value.cpu().view(bits), got.cpu().view(bits)):
                     wrong.add(name)
     told, stats = runtime.quantised, runtime.stats
     runtime.shutdown()

@@ -40,7 +40,7 @@ class Side:
         self.net, self.setup, self.managed = net, setup, managed
         self.without = frozenset(setup["without"])
         self.opt = None
-        self.dtype = torch.float32 if setup["device"] == "sim" else torch.float64
+        self.dtype = torch.float64 if setup["double"] else torch.float32
         self.passes = 0
         self.graphs: list = []  # losses whose backward is still to come
         self.handles: list = []

@@ -69,8 +69,16 @@ def spec_of(seed: int, without=(), modes=MODES, device="sim") -> dict:
     if "sums" in without and several:
         setup["repeats"], setup["shared"] = False, []
         layers = [{**layer, "wrap": [w for w in layer["wrap"] if w not in CALL_AGAIN]} for layer in layers]
-    if any(layer["kind"] == "embedding_sparse" for layer in layers):
+    setup["double"] = device != "sim" or not files and rng.random() < 0.2
+    kinds = {layer["kind"] for layer in layers}
+    if "embedding_sparse" in kinds:
         setup["optimizer"] = "sgd"
+    if device != "sim":
+        low = any({"cast", "casting_hooks", "autocast"} & set(layer["wrap"]) for layer in layers)
+        if low or any(entry["do"] == "cast_model" for entry in program):
+            setup["optimizer"] = "sgd"  # others make the rounding of a gradient near 0 a step of full length
+        elif setup["optimizer"] == "fused" and any(kind.startswith("recurrent") for kind in kinds):
+            setup["optimizer"] = "adamw"  # fused ones write unseen: a backward of cuDNN's takes weights of any version
     return {"setup": setup, "layers": layers, "program": program}
 
 

@@ -97,7 +97,7 @@ def build(spec: dict) -> Net:
     trained = spec["setup"]["trained"]
     for i, p in enumerate(net.parameters()):
         p.requires_grad_(trained == "all" or trained == "some" and i % 3 > 0)
-    if spec["setup"]["device"] != "sim":  # whose kernels round otherwise than ours where they add in another order
+    if spec["setup"]["double"]:  # on a card, whose kernels round otherwise than ours where they add in another order
         net.double()
     return net.train(spec["setup"]["train"])
 
@@ -366,7 +366,8 @@ def _step(pair: Pair, entry: dict, result: Result) -> None:
             return
         raise our_error
     if our_error is not None and their_error is None:
-        kept = any(isinstance(module, Transformed) for module in pair.sides[1].net.modules())
+        kept = any(isinstance(module, Transformed) or _keeps_a_graph(module)
+                   for module in pair.sides[1].net.modules())
         _refused_or_failed(our_error, trace, result, kept)
         return
     if their_error is not None and pair.rounding:  # what it leaves half done depends on where its tensors are
@@ -394,6 +395,11 @@ def _step(pair: Pair, entry: dict, result: Result) -> None:
         raise Failed("mismatch", f"random numbers that {entry['do']} drew")
     if entry["seed"] % 2 == 0:
         pair.compare()
+
+
+def _keeps_a_graph(module) -> bool:
+    """Whether a weight of it is computed of others, as weight_norm's is, and keeps the graph of that."""
+    return any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in module.__dict__.values())
 
 
 def _first_difference(theirs, ours) -> str:

@@ -7,11 +7,13 @@ import json
 import random
 import sys
 
+import card
 import pytest
 import torch
 from support import Stack, aligned_copy, device, made, same, threads, tight_budget
 
 import stagehand
+from stagehand import _core
 from stagehand.activation import ActivationRuntime, ActivationStagehandConfig
 from stagehand.conductor import (
     AcquireStatus,
@@ -28,6 +30,8 @@ from stagehand.conductor import (
 from stagehand.errors import InvalidStateTransitionError, StagehandOOMError
 
 MIB = 1 << 20
+# test_cuda_conductor.py has the cap of a card.
+caps_of_few_mib = pytest.mark.skipif(card.ON_CARD, reason="caps of a few MiB, of which cuBLAS's workspace takes more")
 
 
 def conductor(soft=100, hard=120, **options) -> ConductorRuntime:
@@ -64,8 +68,7 @@ def test_disabled_makes_nothing_and_each_call_returns_at_once():
 
     def trace(frame, event, arg):
         nonlocal count
-        frame.f_trace_opcodes = True
-        count += event == "opcode"
+        count += event == "line"
         return trace
 
     calls = [(off.begin_step, 1), (off.enter_forward,), (off.enter_backward,), (off.enter_optimizer,), (off.end_step,),
@@ -79,7 +82,7 @@ def test_disabled_makes_nothing_and_each_call_returns_at_once():
             call(*args)
         finally:
             sys.settrace(before)
-        assert 0 < count < 20, f"{call.__name__}: {count} instructions of the interpreter"
+        assert 0 < count < 6, f"{call.__name__}: {count} lines"
     assert set(vars(off)) == {"config", "core", "phases", "budget", "transfer", "policy", "telemetry"}
 
 
@@ -288,6 +291,7 @@ def attached(thing, soft=4, hard=5, **options):
     return runtime
 
 
+@caps_of_few_mib
 def test_training_is_bit_equal_and_the_cap_holds_where_it_is_passed_without(trained):
     thing = trained()
     hard = 5 * MIB
@@ -318,6 +322,7 @@ def test_training_is_bit_equal_and_the_cap_holds_where_it_is_passed_without(trai
     runtime.shutdown()
 
 
+@caps_of_few_mib
 def test_what_the_optimizer_reserves_is_spilled_first(trained):
     thing = trained()
     runtime = owned(attached(thing, 7, 8), "optimizer")
@@ -351,6 +356,7 @@ def test_weights_that_do_not_fit_below_the_cap_are_refused_and_left_alone(traine
     assert thing.weights.session.steps.at_backward is None
 
 
+@caps_of_few_mib
 def test_weights_that_are_on_the_device_already_are_counted_once(trained):
     thing = trained(budget=3 * MIB)
     thing.step(0)
@@ -394,28 +400,32 @@ def test_backward_is_entered_when_it_begins(trained, which):
     runtime.shutdown()
 
 
+@caps_of_few_mib
 def test_a_budget_for_activations_is_capped_and_given_back(trained):
     thing = trained()
     thing.weights.prepare()
     saver = thing.activations.saver
-    saver.budget = saver._ceiling = 5 * MIB  # as offload() sets it on a card
+    saver.mark = _core.Watermark(saver.mark.high, saver.mark.low, 5 * MIB)  # as offload() sets it on a card
     before = knobs(thing)
     runtime = attached(thing)
-    assert saver.budget == saver._ceiling == saver.high == 4 * MIB - thing.budget
+    budget = saver.mark.budget
+    assert budget == saver.mark.ceiling == saver.high == 4 * MIB - thing.budget
     runtime.begin_step(0)
-    saver.high = 1 * MIB  # as the saver finds it
+    assert saver.mark.follow(2 * budget - budget // 128 - 1 * MIB, True)  # as the saver finds it
+    assert saver.high == 1 * MIB
     runtime.enter_forward()
     assert saver.high == 1 * MIB
     runtime.shutdown()
-    assert knobs(thing) == before and saver._ceiling == 5 * MIB
+    assert knobs(thing) == before and saver.mark.ceiling == 5 * MIB
 
 
 def knobs(thing):
     saver, transfer = thing.activations.saver, thing.activations.transfer
-    return (saver.high, saver.band, saver.budget, transfer._max_d2h, transfer._max_h2d, saver.at_backward,
+    return (saver.mark.high, saver.mark.low, saver.mark.budget, transfer._max_d2h, transfer._max_h2d, saver.at_backward,
             thing.weights.session.steps.at_backward, thing.weights.session.grads._conductor)
 
 
+@caps_of_few_mib
 def test_every_knob_is_what_it_was_after_random_schedules(trained):
     thing = trained(policy="static", prefetch_window_blocks=4)
     thing.step(0)
@@ -458,6 +468,7 @@ def test_every_knob_is_what_it_was_after_random_schedules(trained):
     assert same(loss, thing.reference(thing.data[1]).square().mean().detach())
 
 
+@caps_of_few_mib
 def test_the_window_of_the_static_policy_follows_the_hints(trained):
     thing = trained(policy="static", prefetch_window_blocks=4)
     runtime = attached(thing, 30, 30)
@@ -485,6 +496,7 @@ class Watched:
         self.core.set_prefetch_window(units)
 
 
+@caps_of_few_mib
 def test_a_step_that_fails_leaves_a_conductor_that_goes_on(trained):
     thing = trained()
     runtime = attached(thing)
@@ -502,6 +514,7 @@ def test_a_step_that_fails_leaves_a_conductor_that_goes_on(trained):
     runtime.shutdown()
 
 
+@caps_of_few_mib
 def test_runtimes_that_end_first_do_not_hinder_the_end(trained):
     thing = trained()
     runtime = attached(thing)
@@ -539,6 +552,7 @@ def test_two_weight_runtimes_share_a_cap():
 # ---------------------------------------------------------------------- telemetry
 
 
+@caps_of_few_mib
 def test_telemetry_goes_only_where_it_is_told(trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     thing = trained()

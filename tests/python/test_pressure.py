@@ -31,8 +31,8 @@ FULL = bool(os.environ.get("STH_TEST_FULL"))
 
 @pytest.fixture(autouse=True)
 def look_before_every_step(monkeypatch):
-    monkeypatch.setattr(finding, "LOOK_S", 0.0)
-    monkeypatch.setattr(given.Given, "clock", lambda self, seconds=itertools.count(): next(seconds) * 10**9)
+    for part in (finding.Finding, given.Given):
+        monkeypatch.setattr(part, "clock", lambda self, seconds=itertools.count(): next(seconds) * 10**9)
 
 
 class Wrapped:

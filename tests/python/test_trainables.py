@@ -211,6 +211,49 @@ def test_the_own_optimizer_updates_them_where_they_are():
     assert_same_weights(model, ref)
 
 
+class InItsDtype(Lora):
+    def forward(self, x):
+        down, up = (layer.weight.to(x.dtype) for layer in (self.down, self.up))
+        return x + torch.tanh(self.base(x) + (x @ down.t()) @ up.t())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_weights_whose_data_got_another_dtype_on_the_device_go_to_the_host_as_they_are(dtype):
+    model, ref = twins()
+    for net in (model, ref):
+        for block in net.blocks:
+            block.__class__ = InItsDtype
+    runtime = wrap(model, trainables="device")
+    optimizers = [torch.optim.SGD(trained(net), lr=0.1) for net in (model, ref)]
+    assert alike(train(model, optimizers[0]), train(ref, optimizers[1]))
+    assert on_device(runtime) == 2 * N
+    for net in (model, ref):
+        for block in net.blocks[::2]:
+            block.up.weight.data = block.up.weight.data.to(dtype) * 1.5
+    runtime.set_vram_budget(640 << 10)
+    for seed in range(3):
+        with torch.no_grad():
+            assert alike([model(batch(seed))], [ref(batch(seed))])
+    assert on_device(stagehand.runtime(model)) < 2 * N
+    assert alike(train(model, optimizers[0]), train(ref, optimizers[1]))
+    stagehand.shutdown(model)
+    assert [p.dtype for p in model.parameters()] == [p.dtype for p in ref.parameters()]
+    assert_same_weights(model, ref)
+
+
+def test_a_fused_optimizer_skips_a_step_whose_infinity_two_devices_found():
+    """A scaler adds up the marks of the devices that have parameters."""
+    model, _ = twins()
+    runtime = wrap(model, trainables="host")
+    optimizer = torch.optim.AdamW(trained(model), lr=0.1, fused=True)
+    model(batch(0)).pow(2).mean().backward()
+    before = [p.detach().clone() for p in trained(model)]
+    optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(2.0, device=card.TORCH)
+    optimizer.step()
+    assert all(torch.equal(p, value) for p, value in zip(trained(model), before))
+    runtime.shutdown()
+
+
 def test_scaler_clipping_schedule_and_averages():
     model, ref = twins()
     runtime = wrap(model)

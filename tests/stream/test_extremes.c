@@ -66,6 +66,8 @@ static void odd_options_are_refused_by_name(void **state) {
     REFUSES(link_bytes_per_s, -1);
     REFUSES(least_room, UINT64_MAX);
     REFUSES(reader_threads, 100000);
+    REFUSES(stages, 2);
+    REFUSES(stages, 18);
 #undef REFUSES
     sth_device_close(d);
 }

@@ -27,6 +27,8 @@ static void steps(world *w, int n, int64_t compute) {
     }
 }
 
+static uint64_t largest_packed(const world *w) { return w->runtime->expand.stage_bytes; }
+
 static world_spec packed(sth_transfer encoding, uint64_t budget) {
     world_spec spec = world_default(8, EIGHT, budget);
     spec.packed = encoding;
@@ -39,19 +41,22 @@ static void every_use_sees_what_its_packed_image_says(void **state) {
                                              STH_TRANSFER_LOSSLESS};
     for (int e = 0; e < 4; e++)
         for (uint64_t budget = 90000; budget <= 330000; budget += few_under_tsan(120000, 40000))
-            for (int variant = 0; variant < 4; variant++) { /* direct, staged, by the host, static */
+            for (int variant = 0; variant < 5; variant++) { /* direct, staged, by the host, static, many stages */
                 world w;
                 world_spec spec = packed(encodings[e], budget);
                 if (variant == 1) spec.pin_limit = 40000;
                 spec.no_expand = variant == 2;
                 if (variant == 3) spec.policy = STH_POLICY_STATIC;
+                if (variant == 4 && budget < 200000) continue;
+                if (variant == 4) spec.stages = 8;
                 assert_ok(world_open(&w, &spec));
                 steps(&w, 5, 20000);
                 bool equal;
                 assert_ok(sthi_unit_verify(w.runtime, 2, &equal, NULL));
                 assert_true(equal);
                 assert_true(stats_of(&w).device_peak <= budget);
-                assert_int_equal(stats_of(&w).stage_bytes > 0, variant != 2);
+                uint64_t stages = variant == 2 ? 0 : variant == 4 ? 8 : 3;
+                assert_int_equal(stats_of(&w).stage_bytes, stages * largest_packed(&w));
                 assert_int_equal(*stats_of(&w).expand_error != 0, variant == 2);
                 world_close(&w);
             }

@@ -134,6 +134,51 @@ static void a_part_of_the_budget_that_the_device_refused_is_asked_for_when_it_is
     sthi_device_release(device);
 }
 
+/* Of a card on which a neighbor left `free` bytes; the runtime has run for a while. */
+static sth_memory_reading reading_of(world *w, uint64_t free) {
+    return (sth_memory_reading){.total = 1024 * KIB, .free = free, .budget = budget_of(w), .want = 1024 * KIB,
+                                .steps = 9};
+}
+
+static void a_budget_that_is_found_keeps_the_smallest_and_does_not_grow_while_leased(void **state) {
+    (void)state;
+    sth_device *device = open_device(1024 * KIB);
+    world w;
+    open_model(&w, device, "model", 12, 160);
+    for (int i = 0; i < 3; i++) assert_ok(step(&w));
+    uint64_t smallest = sth_runtime_smallest_budget(w.runtime), freed = 1;
+    sth_memory_reading plenty = reading_of(&w, 900 * KIB), little = reading_of(&w, 0);
+    sth_budget_verdict v;
+    assert_ok(sth_runtime_find_budget(w.runtime, &plenty, 0, &v));
+    assert_true(v.budget > budget_of(&w) && !v.trim);
+    sth_lease lease;
+    assert_ok(sth_step_begin(w.runtime));
+    assert_ok(sth_unit_acquire(w.runtime, 0, 0, &lease));
+    assert_ok(sth_runtime_find_budget(w.runtime, &plenty, 0, &v));
+    assert_int_equal(v.budget, budget_of(&w));
+    sth_lease_release(w.runtime, &lease);
+    assert_ok(sth_step_end(w.runtime));
+    little.limit = KIB; /* less than anything works with */
+    assert_ok(sth_runtime_find_budget(w.runtime, &little, 0, &v));
+    assert_int_equal(v.budget, smallest);
+    assert_int_equal(v.why, STH_BUDGET_LEAST);
+    assert_ok(sth_runtime_find_budget(w.runtime, &little, 4 * KIB, &v)); /* its caller can give up so much */
+    assert_int_equal(v.budget, smallest - 4 * KIB);
+    assert_int_equal(sth_runtime_find_budget(w.runtime, NULL, 0, &v), STH_INVALID_ARGUMENT);
+    assert_int_equal(sth_runtime_find_budget(NULL, &little, 0, &v), STH_INVALID_ARGUMENT);
+
+    uint64_t had = has(&w);
+    assert_int_equal(sth_runtime_budget_without(w.runtime, 16 * KIB, 0, &freed), had - 16 * KIB);
+    assert_int_equal(freed, 16 * KIB);
+    assert_int_equal(sth_runtime_budget_without(w.runtime, UINT64_MAX, 0, &freed), smallest);
+    assert_int_equal(freed, had - smallest);
+    assert_int_equal(sth_runtime_budget_without(w.runtime, 0, 0, &freed), 0);
+    assert_int_equal(freed, 0);
+    assert_int_equal(has(&w), had); /* nothing was changed */
+    world_close(&w);
+    sthi_device_release(device);
+}
+
 static void opening_takes_only_what_is_free(void **state) {
     (void)state;
     sth_device *device = open_device(100 * KIB);
@@ -847,6 +892,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(runtimes_share_what_the_device_has),
         cmocka_unit_test(a_part_of_the_budget_that_the_device_refused_is_asked_for_when_it_is_due),
+        cmocka_unit_test(a_budget_that_is_found_keeps_the_smallest_and_does_not_grow_while_leased),
         cmocka_unit_test(opening_takes_only_what_is_free),
         cmocka_unit_test(a_model_of_one_step_streams_past_one_of_many_steps),
         cmocka_unit_test(what_was_lent_comes_back_for_another_plan_too),

@@ -197,6 +197,7 @@ sth_status world_open(world *w, const world_spec *spec) {
     sthi_runtime_options_init(&o);
     o.budget = spec->budget;
     o.reader_threads = spec->readers;
+    if (spec->stages) o.stages = spec->stages;
     o.policy = spec->policy;
     o.read_only = spec->read_only;
     o.chunk_bytes = spec->chunk;

@@ -16,7 +16,7 @@ typedef struct world_spec {
     uint64_t link;
     int64_t latency_ns;    /* of each copy; 0: 500 */
     uint64_t pin_limit;
-    uint32_t readers;
+    uint32_t readers, stages; /* stages 0: the default */
     sth_policy policy;
     bool writable, read_only;
     uint32_t flags; /* of every unit, beside STH_UNIT_WRITABLE */

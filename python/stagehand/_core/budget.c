@@ -101,7 +101,8 @@ static const field advice_fields[] = {
     FIELD(sth_budget_advice, stays_bytes, U64),  FIELD(sth_budget_advice, stage_bytes, U64),
     FIELD(sth_budget_advice, units_bytes, U64),  FIELD(sth_budget_advice, units_least, U64),
     FIELD(sth_budget_advice, least_room, U64),   FIELD(sth_budget_advice, smallest, U64),
-    FIELD(sth_budget_advice, comfortable, U64),  FIELD_END,
+    FIELD(sth_budget_advice, comfortable, U64),  FIELD(sth_budget_advice, stages, U32),
+    FIELD_END,
 };
 
 /* Takes over the reference to `value`, which may be NULL. */

@@ -26,13 +26,13 @@
 typedef struct core_state {
     PyTypeObject *device, *arena, *runtime, *checkpoint, *pool, *download, *ticket, *adamw, *activations,
         *activation_record, *quant, *conductor, *runner, *here, *calls, *mark, *sitter, *seat, *forward,
-        *masters, *mapping, *aside, *handle, *place, *saver, *rows;
+        *masters, *mapping, *aside, *handle, *place, *saver, *rows, *pace, *watermark;
 } core_state;
 
 extern PyType_Spec device_spec, arena_spec, runtime_spec, checkpoint_spec, pool_spec, download_spec,
     ticket_spec, adamw_spec, activations_spec, activation_record_spec, quant_spec, conductor_spec,
     runner_spec, here_spec, calls_spec, mark_spec, sitter_spec, seat_spec, forward_spec, masters_spec,
-    mapping_spec, aside_spec, handle_spec, place_spec, saver_spec, rows_spec;
+    mapping_spec, aside_spec, handle_spec, place_spec, saver_spec, rows_spec, pace_spec, watermark_spec;
 
 /* errors.c */
 
@@ -181,6 +181,7 @@ bool device_take_budget(device_object *self, PyObject *value); /* false with an 
 PyObject *device_set_budget(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *device_assume_free(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *device_find_budget(PyObject *op, PyObject *args, PyObject *kwargs);
+PyObject *device_above_ceiling(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *budget_why(void); /* name -> text */
 PyObject *device_forget(PyObject *op, PyObject *none);
 PyObject *device_residency(PyObject *op, PyObject *none);

@@ -224,16 +224,21 @@ static PyMethodDef device_methods[] = {
     {"residency", device_residency, METH_NOARGS,
      "residency()\n--\n\n"
      "A dict, in bytes: cap, occupied (by all runtimes), free, peak (of occupied), primary, secondary\n"
-     "and kept (parts of occupied that are reserved, or kept resident), fixed (the part outside of\n"
-     "places: norms, buffers), and runtimes, their number."},
+     "and kept (parts of occupied that are reserved, or kept resident), yielding (the rest), fixed (the\n"
+     "part of occupied outside of places: norms, buffers), and runtimes, their number."},
     {"assume_free", (PyCFunction)(void (*)(void))device_assume_free, METH_VARARGS | METH_KEYWORDS,
      "assume_free(bytes)\n--\n\n"
      "Without a budget of the Device's: so many bytes beside what its runtimes occupy can be had."},
     {"find_budget", (PyCFunction)(void (*)(void))device_find_budget, METH_VARARGS | METH_KEYWORDS,
      "find_budget(*, total=0, free=0, framework_reserved=0, framework_allocated=0, framework_peak=0, failures=0,\n"
-     "            retries=0, budget=0, want=0, least=0, steps=0, growth=0.0, phase=0, runs=False, ceiling=0)\n--\n\n"
+     "            retries=0, budget=0, want=0, least=0, steps=0, growth=0.0, phase=0, runs=False, ceiling=0,\n"
+     "            runtime=None, spare=0)\n--\n\n"
      "A reading of the device's memory, in bytes, and what the runtime that asks may have: a dict with budget, why,\n"
-     "text, cap, capacity, others, margin, reserve, growths, shrinks and reset_peak (stagehand/residency.h)."},
+     "text, cap, capacity, others, margin, reserve, growths, shrinks, reset_peak and trim (stagehand/residency.h).\n"
+     "runtime: its step is about to begin; spare: bytes of its reserved that can be given up."},
+    {"above_ceiling", (PyCFunction)(void (*)(void))device_above_ceiling, METH_VARARGS | METH_KEYWORDS,
+     "above_ceiling(**reading)\n--\n\n"
+     "Whether more than the ceiling is taken once the runtime that asks has the reading's budget."},
     {"turn_begin", device_turn_begin, METH_NOARGS,
      "turn_begin()\n--\n\n"
      "The thread was refused room, and asks again in its turn. Counted: each needs a turn_end()."},

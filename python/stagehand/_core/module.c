@@ -191,6 +191,7 @@ static const struct {
     {"SLOTS_MOST", STH_SLOTS_MOST},
     {"STAGES", STH_BUDGET_STAGES},
     {"BUDGET_SMALL", STH_BUDGET_SMALL},
+    {"TRAINABLE_STATE_BYTES", STH_TRAINABLE_STATE_BYTES},
     {"LEAST_PIECE", STH_BUDGET_LEAST_PIECE},
     {"WEIGHT_SMALL", STH_WEIGHT_SMALL},
     {"WEIGHT_IN_PLACE", STH_WEIGHT_IN_PLACE},
@@ -234,7 +235,8 @@ static bool add_types(PyObject *module, core_state *state) {
            add_type_over(module, &masters_spec, &PyDict_Type, &state->masters) &&
            add_type(module, &aside_spec, &state->aside) && add_type(module, &handle_spec, &state->handle) &&
            add_type(module, &place_spec, &state->place) && add_type(module, &saver_spec, &state->saver) &&
-           add_type(module, &rows_spec, &state->rows);
+           add_type(module, &rows_spec, &state->rows) && add_type(module, &pace_spec, &state->pace) &&
+           add_type(module, &watermark_spec, &state->watermark);
 }
 
 /* Takes over the reference to `value`, which may be NULL. */
@@ -304,6 +306,8 @@ static int traverse_module(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->place);
     Py_VISIT(state->saver);
     Py_VISIT(state->rows);
+    Py_VISIT(state->pace);
+    Py_VISIT(state->watermark);
     return 0;
 }
 
@@ -334,6 +338,8 @@ static int clear_module(PyObject *module) {
     Py_CLEAR(state->place);
     Py_CLEAR(state->saver);
     Py_CLEAR(state->rows);
+    Py_CLEAR(state->pace);
+    Py_CLEAR(state->watermark);
     return 0;
 }
 

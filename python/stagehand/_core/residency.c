@@ -94,6 +94,7 @@ static const field info_fields[] = {
     FIELD(sth_residency_info, free, U64),    FIELD(sth_residency_info, peak, U64),
     FIELD(sth_residency_info, primary, U64), FIELD(sth_residency_info, secondary, U64),
     FIELD(sth_residency_info, kept, U64),    FIELD(sth_residency_info, fixed, U64),
+    FIELD(sth_residency_info, yielding, U64),
     FIELD(sth_residency_info, runtimes, U32),
     FIELD_END,
 };
@@ -201,39 +202,83 @@ PyObject *device_assume_free(PyObject *op, PyObject *args, PyObject *kwargs) {
     return result;
 }
 
-/* Numbers of a reading; what is not named is 0. */
+/* Numbers of a reading; what is not named is 0. Behind them, for find_budget, whose step is about to begin. */
 static const char *const reading_names[] = {"total", "free", "framework_reserved", "framework_allocated",
                                             "framework_peak", "failures", "retries", "budget", "want", "least",
-                                            "steps", "growth", "phase", "runs", "ceiling", NULL};
+                                            "steps", "growth", "phase", "runs", "ceiling", "runtime", "spare", NULL};
 
-PyObject *device_find_budget(PyObject *op, PyObject *args, PyObject *kwargs) {
-    device_object *self = (device_object *)op;
-    sth_memory_reading r = {0};
-    sth_budget_verdict v;
+typedef struct asked {
+    sth_memory_reading reading;
+    runtime_object *runtime; /* borrowed; NULL: none */
+    uint64_t spare;
+} asked;
+
+static bool parse_asked(PyObject *op, PyObject *args, PyObject *kwargs, asked *out) {
+    core_state *state = PyType_GetModuleState(Py_TYPE(op));
+    sth_memory_reading *r = &out->reading;
+    PyObject *runtime = Py_None;
     int runs = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$O&O&O&O&O&O&O&O&O&O&O&dO&pO&:find_budget", (char **)reading_names,
-                                     to_u64, &r.total, to_u64, &r.free, to_u64, &r.framework_reserved, to_u64,
-                                     &r.framework_allocated, to_u64, &r.framework_peak, to_u64, &r.failures, to_u64,
-                                     &r.retries, to_u64, &r.budget, to_u64, &r.want, to_u64, &r.least, to_u64,
-                                     &r.steps, &r.growth, to_u64, &r.phase, &runs, to_u64, &r.ceiling))
-        return NULL;
-    if (!guard_enter(&self->guard)) return NULL;
-    r.limit = self->budget;
-    r.runs = runs != 0;
-    sth_status status = sth_residency_find_budget(self->device, &r, &v);
-    guard_leave(&self->guard);
-    if (status != STH_OK) return raise_status(status);
+    *out = (asked){.spare = 0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$O&O&O&O&O&O&O&O&O&O&O&dO&pO&OO&:find_budget",
+                                     (char **)reading_names, to_u64, &r->total, to_u64, &r->free, to_u64,
+                                     &r->framework_reserved, to_u64, &r->framework_allocated, to_u64,
+                                     &r->framework_peak, to_u64, &r->failures, to_u64, &r->retries, to_u64, &r->budget,
+                                     to_u64, &r->want, to_u64, &r->least, to_u64, &r->steps, &r->growth, to_u64,
+                                     &r->phase, &runs, to_u64, &r->ceiling, &runtime, to_u64, &out->spare))
+        return false;
+    r->limit = ((device_object *)op)->budget;
+    r->runs = runs != 0;
+    if (runtime != Py_None && !PyObject_TypeCheck(runtime, state->runtime))
+        return PyErr_SetString(PyExc_TypeError, "runtime is a Runtime, or None"), false;
+    if (runtime != Py_None) out->runtime = (runtime_object *)runtime;
+    return true;
+}
+
+static PyObject *verdict_dict(const sth_budget_verdict *v) {
     static const char *const names[] = {
 #define NAME(name, text) #name,
         STH_BUDGET_WHY_LIST(NAME)
 #undef NAME
     };
-    return Py_BuildValue("{sK ss ss sK sK sK sK sK sK sK sO}", "budget", (unsigned long long)v.budget, "why",
-                         names[v.why], "text", sth_budget_why_text(v.why), "cap", (unsigned long long)v.cap, "capacity",
-                         (unsigned long long)v.capacity, "others", (unsigned long long)v.others, "margin",
-                         (unsigned long long)v.margin, "reserve", (unsigned long long)v.reserve, "growths",
-                         (unsigned long long)v.growths, "shrinks", (unsigned long long)v.shrinks, "reset_peak",
-                         v.reset_peak ? Py_True : Py_False);
+    return Py_BuildValue("{sK ss ss sK sK sK sK sK sK sK sO sO}", "budget", (unsigned long long)v->budget, "why",
+                         names[v->why], "text", sth_budget_why_text(v->why), "cap", (unsigned long long)v->cap,
+                         "capacity", (unsigned long long)v->capacity, "others", (unsigned long long)v->others, "margin",
+                         (unsigned long long)v->margin, "reserve", (unsigned long long)v->reserve, "growths",
+                         (unsigned long long)v->growths, "shrinks", (unsigned long long)v->shrinks, "reset_peak",
+                         v->reset_peak ? Py_True : Py_False, "trim", v->trim ? Py_True : Py_False);
+}
+
+PyObject *device_find_budget(PyObject *op, PyObject *args, PyObject *kwargs) {
+    device_object *self = (device_object *)op;
+    asked a;
+    sth_budget_verdict v;
+    sth_status status;
+    if (!parse_asked(op, args, kwargs, &a)) return NULL;
+    guard *g = a.runtime ? &a.runtime->guard : &self->guard;
+    if (!guard_enter(g)) return NULL;
+    if (a.runtime) WITHOUT_GIL(status, sth_runtime_find_budget(a.runtime->runtime, &a.reading, a.spare, &v));
+    else status = sth_residency_find_budget(self->device, &a.reading, &v);
+    PyObject *result = status == STH_OK ? verdict_dict(&v) : raise_status(status);
+    guard_leave(g);
+    return result;
+}
+
+PyObject *device_above_ceiling(PyObject *op, PyObject *args, PyObject *kwargs) {
+    device_object *self = (device_object *)op;
+    asked a;
+    if (!parse_asked(op, args, kwargs, &a) || !guard_enter(&self->guard)) return NULL;
+    bool above = sth_residency_above_ceiling(self->device, &a.reading);
+    guard_leave(&self->guard);
+    return PyBool_FromLong(above);
+}
+
+PyObject *runtime_budget_without(PyObject *op, PyObject *args) {
+    uint64_t bytes, spare, budget, freed = 0;
+    if (!PyArg_ParseTuple(args, "O&O&:budget_without", to_u64, &bytes, to_u64, &spare)) return NULL;
+    if (!guard_enter(runtime_guard(op))) return NULL;
+    WITHOUT_GIL(budget, sth_runtime_budget_without(runtime_core(op), bytes, spare, &freed));
+    guard_leave(runtime_guard(op));
+    return Py_BuildValue("(KK)", (unsigned long long)budget, (unsigned long long)freed);
 }
 
 PyObject *budget_why(void) {

@@ -68,16 +68,17 @@ static bool parse_options(core_state *state, PyObject *args, PyObject *kwargs, s
                             "name",
                             "parked",
                             "least_room",
+                            "stages",
                             NULL};
     int read_only = 0, parked = 0;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!O&|$sO&O&O&dO&O&O&ipOO&OOO&OO&OzpO&:Runtime", names, state->device, &more->device,
+            args, kwargs, "O!O&|$sO&O&O&dO&O&O&ipOO&OOO&OO&OzpO&O&:Runtime", names, state->device, &more->device,
             to_u64, &o->budget, &more->policy, to_u32, &o->prefetch_window, to_u64, &o->high_watermark,
             to_u64, &o->low_watermark, &o->link_bytes_per_s, to_u64, &o->chunk_bytes, to_u32,
             &o->reader_threads, to_u64, &o->staging_bytes, &o->copy_priority, &read_only,
             &more->telemetry_path, to_u64, &o->telemetry_max_bytes, &more->alloc, &more->free,
             to_u64, &o->reserved, &more->pool, to_u64, &o->ram_budget, &more->trim, &o->name, &parked, to_u64,
-            &o->least_room))
+            &o->least_room, to_u32, &o->stages))
         return false;
     if (more->pool != Py_None && !PyObject_TypeCheck(more->pool, (PyTypeObject *)state->pool))
         return raise_error(STH_INVALID_ARGUMENT, "pool", "pool is a stagehand.PinnedPool's core or None") != NULL;
@@ -648,6 +649,10 @@ static PyMethodDef runtime_methods[] = {
     {"lend", runtime_lend, METH_O,
      "lend(bytes, /)\n--\n\n"
      "Idle, it gives up so many bytes of the device, or all that it has; it asks for them when it is used."},
+    {"budget_without", runtime_budget_without, METH_VARARGS,
+     "budget_without(bytes, spare, /)\n--\n\n"
+     "(budget, bytes freed) with which it gives, idle, so many bytes to others, or as many as it can; (0, 0):\n"
+     "it has none to give. spare: bytes of its reserved that can be given up. Changes nothing."},
     {"set_reserved", runtime_set_reserved, METH_O,
      "set_reserved(bytes, /)\n--\n\n"
      "The part of the budget that the caller fills itself. Before it takes more, after it gave some back."},
@@ -707,7 +712,8 @@ static PyType_Slot runtime_slots[] = {
              "where places come from; multiples of 512. They run inside calls of this Runtime and\n"
              "must not call it. An exception of alloc ends as StagehandOOMError with its text. trim(): gives\n"
              "back what alloc keeps unused. name: of the model, for messages. parked: seal() takes no memory, the\n"
-             "first step does. least_room: bytes of the budget that units leased together cannot do without."},
+             "first step does. least_room: bytes of the budget that units leased together cannot do without. stages:\n"
+             "buffers in which packed bytes arrive, as budget_advice() says."},
     {Py_tp_new, runtime_new},
     {Py_tp_dealloc, runtime_dealloc},
     {Py_tp_traverse, runtime_traverse},

@@ -58,6 +58,7 @@ PyObject *runtime_guest_begin(PyObject *op, PyObject *none);
 PyObject *runtime_guest_end(PyObject *op, PyObject *none);
 PyObject *runtime_set_aside(PyObject *op, PyObject *args);
 PyObject *runtime_lend(PyObject *op, PyObject *bytes);
+PyObject *runtime_budget_without(PyObject *op, PyObject *args);
 PyObject *runtime_set_reserved(PyObject *op, PyObject *bytes);
 PyObject *runtime_soften(PyObject *op, PyObject *bytes);
 PyObject *runtime_reserved(PyObject *op, void *closure);

@@ -38,7 +38,6 @@ _SPILLED = _core.ACTIVATION_STATES.index("spilled")
 _DROPPED = _core.ACTIVATION_STATES.index("dropped")
 _SPILL, _LET_GO, _DROP = 1, 2, 3  # sth_relief
 MANY_HELD = 64  # storages; of more, so many are looked at in each call
-PATIENCE = 100  # passes
 LATER = 16  # saves of a pass after which the last is tidied up: the device is not to wait for that with nothing to do
 _wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: False)
 _node = getattr(torch._C, "_current_autograd_node", None)
@@ -131,10 +130,8 @@ class Saver(NotCopied):
                  **options) -> None:
         self.target = target
         self.smallest = max(smallest, 1)
-        self.budget = None if target.simulated else budget
-        self.high, self.band = options["high"], options["high"] - options["low"]
+        self.mark = _core.Watermark(options["high"], options["low"], None if target.simulated else budget)
         self._peak: int | None = None  # of the allocator, as last seen
-        self._ceiling, self._patience = self.budget, 0  # of the watermark, for so many passes
         self._top = 0  # of these in this pass, since it moved: it rose, or somebody has reset it
         self._unpacked = 0
         self.core = _core.Activations(target.core, **options)
@@ -354,24 +351,19 @@ class Saver(NotCopied):
         return used
 
     def _follow(self) -> None:
-        """What is used between two hooks is not seen; the allocator's peak tells, where it moved in the last pass. The
-        watermark comes closer by halves, and stays below one that was too high until as many passes are over as it
-        takes to forget that: tensors are large, and a little more may be one too many each time."""
-        if self.budget is None or not self._top:
-            return
-        over, self._top = self._top - (self.budget - self.budget // 128), 0  # passes differ a little
-        self._patience -= 1
-        if self._patience < 0:
-            self._ceiling = self.budget
-        if over > 0:
-            self._ceiling, self._patience = self.high - over, PATIENCE
-            high = self._ceiling
-        elif over < -(self.budget // 128) and (self.spilled or self.dropped):
-            high = min(self.high - over // 2, self._ceiling)
-        else:
-            return
-        self.high = min(max(high, self.budget // 8), self.budget)
-        self.core.set_marks(self.high, max(self.high - self.band, 0))
+        """What is used between two hooks is not seen; the allocator's peak tells, where it moved in the last pass."""
+        top, self._top = self._top, 0
+        if self.mark.follow(top, self.spilled or self.dropped):
+            self.set_mark()
+
+    @property
+    def high(self) -> int:
+        """Bytes in use above which something is spilled."""
+        return self.mark.high
+
+    def set_mark(self) -> None:
+        """The watermark is another one. Under the lock."""
+        self.core.set_marks(self.mark.high, self.mark.low)
 
     def leave(self) -> None:
         """No more is saved for now."""

@@ -316,7 +316,7 @@ class ActStagehandConductorAdapter(Adapter):
     def attach(self, conductor: ConductorRuntime, name: str) -> None:
         super().attach(conductor, name)
         saver, transfer = self.saver, self.runtime.transfer
-        self._marks = saver.high, saver.band, saver.budget, saver._ceiling
+        self._given = saver.mark.copy()
         self._caps = transfer._max_d2h, transfer._max_h2d
         grant = conductor.budget.reserve(name, max(saver.high, 1), Mode.SOFT, Priority.SPECULATIVE, adapter=True)
         if not grant.id:  # something, so that it grows when there is room
@@ -335,8 +335,8 @@ class ActStagehandConductorAdapter(Adapter):
         saver.at_backward = None
         saver.core.set_conductor(None)
         with saver._lock:
-            saver.high, saver.band, saver.budget, saver._ceiling = self._marks
-            saver.core.set_marks(saver.high, saver.high - saver.band)
+            saver.mark = self._given
+            saver.set_mark()
         saver.core.set_pinned_limit(0)
         self._set_caps(*self._caps)
         conductor.budget.release(self._ident)
@@ -349,27 +349,20 @@ class ActStagehandConductorAdapter(Adapter):
         self._follow()
 
     def _follow(self) -> None:
-        high, band, budget, _ = self._marks
         saver, most = self.saver, self._granted
         if not saver.target.simulated:  # there marks are of all that the allocator gave out
             most += self._conductor.in_use_beside(self)
         with saver._lock:
-            new = min(high, most)
-            if budget is not None:  # below it the saver finds the mark itself, from pass to pass
-                saver.budget = min(budget, most)
-                saver._ceiling = min(saver._ceiling, saver.budget)
-                new = min(saver.high, saver.budget)
-            if new == saver.high:
+            if not saver.mark.limit(self._given, most):
                 return
-            saver.high, saver.band = new, band * new // high if high else 0
-            saver.core.set_marks(new, new - saver.band)
+            saver.set_mark()
             if not saver.closed:
                 saver._relieve(0)
 
     def on_phase(self, phase: Phase) -> None:
         self._phase = phase
         if not self._ident and phase is Phase.STEP_BEGIN:
-            grant = self._conductor.budget.reserve(self.name, max(self._marks[0], 1), Mode.SOFT, Priority.SPECULATIVE,
+            grant = self._conductor.budget.reserve(self.name, max(self._given.high, 1), Mode.SOFT, Priority.SPECULATIVE,
                                                    adapter=True)
             self._ident, self._granted = grant.id, grant.granted_bytes
         self._follow()

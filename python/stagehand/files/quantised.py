@@ -125,7 +125,7 @@ class Quantised:
         if sum(size[0] for size in sizes) <= room:
             keep = [True] * len(sizes)
         else:
-            keep = _core.first_residents(sizes, max(0, room - _stages(images)))
+            keep = _core.first_residents(sizes, max(0, room - session.needs.stages * _largest(images)))
         for unit, packed, resident in zip(streamed, images, keep):
             if not isinstance(packed, Packed):
                 continue
@@ -286,8 +286,8 @@ def _estimate(unit, entry) -> int:
     return _core.lossless_estimate(dtype, data.data_ptr(), data.numel())
 
 
-def _stages(images: list) -> int:
-    return _core.STAGES * max((image.largest for image in images if image), default=0)
+def _largest(images: list) -> int:
+    return max((image.largest for image in images if image), default=0)
 
 
 def _owners(session) -> dict[int, list]:

@@ -14,13 +14,8 @@ from ..errors import StagehandError
 from ..weights.relocate import held_bytes
 from ..weights.units import refuse_uninitialised
 from ..weights.wrapping import wraps
-from .trained import STATE_BYTES
 
 log = logging.getLogger("stagehand")
-
-EAGER_STEPS = 8  # before each of them memory is looked at, later not more often than
-LOOK_S = 0.05
-TRIMMED = ("NEIGHBOUR", "FAILED")  # shrinks after which the framework's cache is given back, once
 
 
 def model_bytes(model, dtype=None, trained: bool = False) -> int:
@@ -32,7 +27,7 @@ def model_bytes(model, dtype=None, trained: bool = False) -> int:
                 for p in params)
     total += sum(b.numel() * b.element_size() for b in model.buffers())
     if trained and not all(param.requires_grad for param in params):
-        total += sum(held_bytes(p) + STATE_BYTES * p.numel() for p in params if p.requires_grad)
+        total += sum(held_bytes(p) + _core.TRAINABLE_STATE_BYTES * p.numel() for p in params if p.requires_grad)
     return total + len(params) * 1024 + (1 << 20)
 
 
@@ -66,6 +61,8 @@ class Finding:
     held: a conductor decides: the budget stays. verdict: the last one, see Device.find_budget.
     """
 
+    clock = staticmethod(time.monotonic_ns)
+
     def __init__(self, target, want: int, turns: Turns | None = None) -> None:
         self.target = target
         self.turns = turns
@@ -73,9 +70,7 @@ class Finding:
         self.session = None
         self.held = False
         self._want = want
-        self._steps = 0
-        self._looked = 0.0
-        self._coming = self._largest = 0  # bytes of inputs: of the pass to come, the most so far
+        self._pace = _core.BudgetPace()
         self._reading: dict = {}
         self.verdict: dict = {}
         target.findings.add(self)
@@ -101,7 +96,7 @@ class Finding:
     def renew(self) -> None:
         """What was seen so far does not count any more."""
         self.target.core.forget()
-        self._steps = self._largest = 0
+        self._pace.renew()
         self.target.begin_peak()
 
     # ------------------------------------------------------------------ before a step
@@ -109,50 +104,33 @@ class Finding:
     def coming(self, args, kwargs) -> None:
         """A pass with these inputs is about to begin."""
         with unseen():
-            self._coming = _nbytes((args, kwargs))
-        if self.session.steps.under_way:  # inside a step that is open: learned, but too late for its budget
-            self._largest, self._coming = max(self._largest, self._coming), 0
+            self._pace.inputs(_nbytes((args, kwargs)), self.session.steps.under_way)
 
     def refused(self) -> None:
         """What is leased at once needs more than the first budget: the next step has all."""
-        self._steps = EAGER_STEPS
+        self._pace.hurry()
 
     def before_step(self) -> None:
         """The session's step is about to begin: its budget follows the device's memory."""
-        coming, self._coming = self._coming, 0
-        growth = coming / self._largest if self._largest else 0.0
-        self._largest = max(self._largest, coming)
-        now = time.monotonic()
+        session, now = self.session, self.clock()
         comes = self.turns is not None and self.turns.ran is not self
-        if self.held or self.target.capturing() or (self._steps > EAGER_STEPS and growth <= 1 and not comes
-                                                    and now - self._looked < LOOK_S):
+        due, growth = self._pace.due(now, comes)
+        if self.held or self.target.capturing() or not due:
             return
-        session = self.session
-        self._ask(session.budget, growth=growth, runs=True)
-        if self.verdict["budget"] < session.budget:
-            self._keep_what_works()
-        self._steps += 1
+        self._ask(session.budget, growth=growth, runs=True, runtime=session.core, spare=session.tables.spare)
+        self._pace.looked(now)
         if self.verdict["budget"] != session.budget:
             self._change()
         self._others_give_way()
-        self._looked = now
         if comes:
             self.turns.ran = self
-            self._keep_below_ceiling()
+            if self.target.core.above_ceiling(**self._reading, budget=session.budget, **self._phase):
+                self.target.trim()
 
     def before_part(self) -> None:
         """A part of the model is called alone, as a pipeline calls a VAE's decoder."""
         if self.turns is not None and self.turns.ran is not self:
             self.before_step()
-
-    def _keep_below_ceiling(self) -> None:
-        """What torch's allocator holds of the turn before and does not use is no more than the ceiling leaves."""
-        account, reading = self.target.core.residency(), self._reading
-        unused = reading.get("framework_reserved", 0) - reading.get("framework_allocated", 0)
-        comes = max(account["occupied"], self.session.budget)
-        most = comes + self.verdict["others"] + unused
-        if self.turns.ceiling is not None and most > self.turns.ceiling:
-            self.target.trim()
 
     def look(self) -> None:
         """The device's account learns what there is, and what a session without places needs at least."""
@@ -164,30 +142,21 @@ class Finding:
         else:
             self._ask(session.budget)
 
-    def _ask(self, budget: int, growth: float = 0.0, least: int = 0, runs: bool = False) -> dict:
+    def _ask(self, budget: int, **more) -> dict:
         self._reading = self.target.memory()
         self.verdict = self.target.core.find_budget(
-            **self._reading, budget=budget, want=self._want, steps=self._steps, growth=growth, least=least,
-            runs=runs, **self._phase)
+            **self._reading, budget=budget, want=self._want, steps=self._pace.steps, **self._phase, **more)
         if self.verdict["reset_peak"]:
             self.target.begin_peak()
         return self.verdict
 
-    def _keep_what_works(self) -> None:
-        least = self.session.tables.smallest(self.session.core.smallest_budget())
-        if least > self.verdict["budget"]:
-            self.verdict["budget"] = min(least, self.session.budget)
-            self.verdict["why"], self.verdict["text"] = "LEAST", _core.BUDGET_WHY["LEAST"]
-
     def _change(self) -> None:
         session, asked = self.session, self.verdict["budget"]
-        if asked > session.budget and session.core.stats()["leased_bytes"]:
-            return  # a plan for more would have to shut what leases are in
         session.trained.fit(asked)
         before, session.budget = session.budget, self._set(asked)
         session.trained.budget_changed()
         session.tables.fill()
-        if session.budget < before and self.verdict["why"] in TRIMMED:
+        if session.budget < before and self.verdict["trim"]:
             self.target.trim()
         self.target.settle_counts(self._reading, refused=session.budget < asked and asked > before)
         self.target.begin_peak()
@@ -216,7 +185,7 @@ class Finding:
         findings = [other.finding for other in sessions.opened()]
         idle = [found for found in findings if found not in (None, self) and not found.held
                 and found.target.core is self.target.core]
-        for finding in sorted(idle, key=lambda found: found._looked):
+        for finding in sorted(idle, key=lambda found: found._pace.looked_ns):
             if over > 0:
                 with contextlib.suppress(StagehandError):  # it is in a step by now, leased, or has been shut down
                     over -= finding.give_way(over)
@@ -233,17 +202,15 @@ class Finding:
             before = self.target.core.residency()["occupied"]
             core.lend(over)
             return before - self.target.core.residency()["occupied"]
-        has = core.stats()["device_bytes"] + self.session.stay.reserved
-        less = max(has - over, self.session.tables.smallest(core.smallest_budget()))
-        if less >= has:
-            return 0
-        self.session.tables.fit(less)
-        core.set_budget(less)
-        self.session.budget = less
-        return has - less
+        less, freed = core.budget_without(over, self.session.tables.spare)
+        if less:
+            self.session.tables.fit(less)
+            core.set_budget(less)
+            self.session.budget = less
+        return freed
 
     # ------------------------------------------------------------------ reports
 
     def report(self) -> dict:
         """The last verdict: bytes, and why."""
-        return {key: value for key, value in self.verdict.items() if key not in ("budget", "reset_peak")}
+        return {key: value for key, value in self.verdict.items() if key not in ("budget", "reset_peak", "trim")}

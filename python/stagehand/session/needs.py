@@ -80,6 +80,11 @@ class Needs:
         return self._advice["piece_bytes"]
 
     @property
+    def stages(self) -> int:
+        """Buffers on the device in which packed bytes arrive."""
+        return self._advice["stages"]
+
+    @property
     def stage_bytes(self) -> int:
         """Device memory in which packed bytes arrive, if all that may cross packed does."""
         return self._advice["stage_bytes"]

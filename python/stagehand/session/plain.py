@@ -6,6 +6,7 @@ from __future__ import annotations
 from .._torch import torch, unseen
 from ..errors import StagehandError, some_of
 from ..managed import RUNTIMES
+from ..weights.fileweight import flat
 from ..weights.hooks import ManagedForward, Opener
 from ..weights.masters import Masters
 from ..weights.units import full_name
@@ -37,8 +38,7 @@ def plain_state(state: dict) -> dict:
     if isinstance(masters, Masters):
         state["_parameters"] = params = masters.plain()
         if masters.plan.flat_names is not None:
-            listed = zip(masters.plan.flat_names, state["_flat_weights"])
-            state["_flat_weights"] = [params.get(name, weight) for name, weight in listed]
+            state["_flat_weights"] = flat(masters.plan.flat_names, state["_flat_weights"], params)
     return state
 
 

@@ -194,7 +194,8 @@ class Session(NotCopied):
             options.pop("telemetry_path", None), lambda path: _core.Runtime(
                 self.target.core, self.budget, reserved=0 if self.stay.away else self.stay.reserved,
                 parked=self.stay.away,
-                read_only=self.inference_mode, name=self.name, least_room=self.needs.least_room, telemetry_path=path,
+                read_only=self.inference_mode, name=self.name, least_room=self.needs.least_room,
+                stages=self.needs.stages, telemetry_path=path,
                 **options))
         self.core.soften(self.trained.beside())
         if not self.stay.away:

@@ -155,9 +155,10 @@ class Tables:
         """With which the pool has so many slots, no more than a layer has rows."""
         return self._stays() + self._beside[1] + self._padding() + slots * self.row_bytes
 
-    def smallest(self, core_says: int) -> int:
-        """The core's smallest budget, with the smallest pool in place of the one there is."""
-        return core_says - self.nbytes + self.least_bytes
+    @property
+    def spare(self) -> int:
+        """What the pool takes above the rows of a token."""
+        return self.nbytes - self.least_bytes
 
     def fit(self, budget: int) -> None:
         """Before the core is given a budget: the pool is no larger than its share of that."""

@@ -14,10 +14,10 @@ from .. import _core
 from .._torch import torch
 from ..errors import StagehandOOMError
 from ..weights import relocate
+from ..weights.hooks import is_for_a_call
 from ..weights.units import Entry, Unit, full_name, round_up
 
 MODES = ("auto", "device", "host")
-STATE_BYTES = 8  # for an element: two moments of float32, of an optimizer that nobody knows yet
 MEASURED = 8 << 20  # bytes of a copy that tells the link's rate
 
 
@@ -39,7 +39,7 @@ class _Owner:
 
     def lends_it(self) -> bool:
         """Whether something else is there for the time of a call."""
-        return _is_for_a_call(self.module._parameters, self.key)
+        return is_for_a_call(self.module._parameters, self.key)
 
 
 def check_trainables(value) -> str:
@@ -66,6 +66,7 @@ class Trained:
         self._owners: dict[int, list[_Owner]] = {}  # id(unit) -> those of its weights
         self._homes: dict[str, str] = {}  # name of a trained weight -> key of _core.HOMES
         self._due = False  # it is to be decided again
+        self.outgrown = False  # one of them is kept there: its data has another dtype or shape than its unit
         self._lacked = 0  # the budget in which leases needed the room of gradients and states
         self._link = 0.0  # bytes/s, measured; 0: not known
         self._reducers: weakref.WeakSet = weakref.WeakSet()  # DistributedDataParallel that has buckets for them
@@ -151,7 +152,7 @@ class Trained:
         steps, plans = self._session.steps, self._session.plans.values()
         return bool(self._reducers or steps.passing or steps.backwards or steps.graphs_alive()
                     or any(owner.lends_it() for owners in self._owners.values() for owner in owners)
-                    or any(_is_for_a_call(plan.masters, key) for plan in plans for key in plan.replaced))
+                    or any(is_for_a_call(plan.masters, key) for plan in plans for key in plan.replaced))
 
     def _candidates(self) -> list[Unit]:
         """Units that are trained as a whole, those whose weights live on the device among them."""
@@ -217,7 +218,11 @@ class Trained:
         self._to_device([unit for unit in units if id(unit) in there and id(unit) not in idle])
 
     def _to_host(self, units: list[Unit]) -> None:
+        """Those whose data the program has exchanged for data of another dtype or shape stay, until the model is taken
+        over again."""
         session = self._session
+        self.outgrown = self.outgrown or not all(map(_fits, units))
+        units = list(filter(_fits, units))
         if not units:
             return
         with torch.inference_mode(False), torch.no_grad():
@@ -292,12 +297,12 @@ class Trained:
         return bool(gone)
 
 
-def _is_for_a_call(params: dict, key: str) -> bool:
-    """Whether functional_call has put a tensor there, which is no Parameter."""
-    return not isinstance(dict.get(params, key), torch.nn.Parameter | None)
+def _fits(unit: Unit) -> bool:
+    """Whether its weights are those that it was made for."""
+    return all(entry.param.dtype is entry.dtype and entry.param.shape == entry.shape for entry in unit.entries)
 
 
 def _sizes(unit: Unit) -> tuple[int, int, int]:
     """Bytes on the device of its weights, of their gradients and of an optimizer's state."""
     elements = sum(entry.param.numel() for entry in unit.entries)
-    return unit.nbytes, unit.nbytes, round_up(STATE_BYTES * elements)
+    return unit.nbytes, unit.nbytes, round_up(_core.TRAINABLE_STATE_BYTES * elements)

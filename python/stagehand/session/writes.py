@@ -16,7 +16,7 @@ from ..errors import InvalidStateTransitionError, StagehandError, StagehandOOMEr
 from ..managed import runtime_of
 from ..weights import relocate
 from ..weights.guarded import other_offloading
-from ..weights.hooks import ModulePlan
+from ..weights.hooks import ModulePlan, is_for_a_call
 from ..weights.saved import in_backward
 from ..weights.units import ADDED, Unit, full_name, owned, plain_reason
 from ..weights.wrapping import Wrapping, inside, part_reason, wrapping_reason
@@ -36,8 +36,8 @@ class Writes:
         images.follow_masters images.put images.renew images.write_master inference_mode local mark_written model
         plans quantised regions.look_again simulated stay.away stay.has_data_on_host stay.place
         stay.outside_bytes stay.reserve steps.passing
-        streaming tables.stays tables.synchronize takeover.unmanaged takeover.wrap_module target trained.give_way units
-        unlist"""
+        streaming tables.stays tables.synchronize takeover.unmanaged takeover.wrap_module target
+        trained.give_way trained.outgrown units unlist"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -198,7 +198,7 @@ class Writes:
         if self._opens_anew():
             return True
         casting = self._session.casts
-        if casts and casting.now and casting.wants_again():
+        if casts and (casting.now or self._session.trained.outgrown) and casting.wants_again():
             casting.take_over_again()
             return True
         return False
@@ -270,7 +270,7 @@ class Writes:
         """What is outside the places, but for what may be gone after a call, as what functional_call puts in place of a
         weight that streams."""
         passing = [(plan, key) for plan in self._session.plans.values() for key in plan.replaced
-                   if not isinstance(dict.get(plan.masters, key), nn.Parameter)]
+                   if is_for_a_call(plan.masters, key)]
         return self._session.takeover.unmanaged({(id(plan.module), key) for plan, key in (*passing, *self._noticed)})
 
     def _warn_of_lost(self, names: list[str]) -> None:

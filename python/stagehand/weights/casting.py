@@ -71,7 +71,7 @@ class Casts:
     # Of its session.
     USES = """captures.capturing images.leave_files images.lock images.master_view images.renew
         images.write_image images.write_master local mark_written model plans source steps.graph_alive
-        steps.pass_lock steps.under_way writes.entry_of"""
+        steps.pass_lock steps.under_way trained.outgrown writes.entry_of"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -276,11 +276,13 @@ class Casts:
 
     def wants_again(self) -> bool:
         """Whether a pass that begins has to take the model over again first: it streams in more bytes than it has, or
-        has values that its image cannot hold."""
+        has values that its image cannot hold, or data of another dtype keeps a weight on the device."""
         self._look_for_silent_writes()
         steps = self._session.steps
         if steps.under_way or in_backward() or steps.graph_alive() or self._session.source is not None:
             return False
+        if self._session.trained.outgrown:
+            return True
         lasting = [entry for _, entry in self.now.values() if entry.is_lasting()]
         return any(entry.shown_dtype.itemsize < entry.dtype.itemsize or
                    (entry.changed() and not same_bits(entry.param.data.to(entry.dtype).to(entry.shown_dtype),

@@ -144,5 +144,9 @@ def list_flat(module: torch.nn.Module, params: dict) -> None:
     """An RNN's own list of its weights has these, and those that are no parameters stay. Other modules have none."""
     listed = module.__dict__.get("_flat_weights")
     if listed is not None:
-        module.__dict__["_flat_weights"] = [params[name] if name in params else weight
-                                            for name, weight in zip(module._flat_weights_names, listed)]
+        module.__dict__["_flat_weights"] = flat(module._flat_weights_names, listed, params)
+
+
+def flat(names: list, listed: list, params: dict) -> list:
+    """What an RNN lists under these names, with these parameters in place of those that have a name among them."""
+    return [params[name] if name in params else weight for name, weight in zip(names, listed)]

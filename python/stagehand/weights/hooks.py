@@ -155,6 +155,11 @@ class Frame(dict):
         self.saver = None
 
 
+def is_for_a_call(params: dict, key: str) -> bool:
+    """Whether functional_call has put a tensor there, which is no Parameter and may be gone after the call."""
+    return not isinstance(dict.get(params, key), torch.nn.Parameter | None)
+
+
 class ModulePlan:
     """What one module needs for a call. managed: key -> (unit, entry); replaced: the same for keys whose
     Parameter was exchanged for something else, which is used as it is."""

@@ -127,6 +127,11 @@ class Images:
     def _copy_in(self, unit: Unit, entry) -> bool:
         """The image has the master's bytes. Returns whether they differed."""
         data, place = entry.values(), unit.base + entry.offset
+        if data.dtype is not entry.dtype or data.shape != entry.shape:
+            raise StagehandError(
+                f"{entry.name} has data of another dtype or shape ({data.dtype}, {tuple(data.shape)}) than when it was "
+                f"wrapped ({entry.dtype}, {tuple(entry.shape)}): shut stagehand down before the change and wrap again",
+                object=entry.name)
         if data.device.type != "cpu" or data.stride() != entry.stride:
             data = torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype, device="cpu").copy_(data)
         if _core.same_memory(place, data.data_ptr(), entry.nbytes):

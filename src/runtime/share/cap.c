@@ -1,8 +1,12 @@
 /* What all runtimes of a device may take together: the cap, and budgets that are found. Lock: the
- * account's. */
+ * account's; where a runtime is asked what it needs, its own. */
 #include "runtime/share/cap.h"
 
+#include "base/arith.h"
 #include "base/memory.h"
+#include "core/finder.h"
+#include "load/room.h"
+#include "runtime/budget.h"
 #include "state/state.h"
 
 sth_status sthi_residency_set_cap(sth_device *device, uint64_t bytes) {
@@ -67,6 +71,38 @@ void sthi_residency_find_budget(sth_device *device, const sth_memory_reading *gi
     if (!reading->limit) a->cap = sthi_max_u64(sthi_min_u64(out->cap, device->default_cap), a->charge);
     sthi_cond_broadcast(&device->account_changed);
     sthi_unlock(&device->account_lock);
+}
+
+/* Without what its caller can give up. */
+static uint64_t least_of(const sth_runtime *rt, uint64_t spare) {
+    uint64_t least = sthi_smallest_budget(rt);
+    return least - sthi_min_u64(least, spare);
+}
+
+void sthi_runtime_find_budget(sth_runtime *rt, const sth_memory_reading *reading, uint64_t spare,
+                              sth_budget_verdict *out) {
+    sthi_residency_find_budget(rt->device, reading, out);
+    sthi_lock(&rt->lock);
+    /* The smallest budget takes a look at all uses: it is asked for only where it may count. */
+    uint64_t least = out->budget < reading->budget ? least_of(rt, spare) : 0;
+    sthi_finder_settle(reading, least, rt->leases.bytes > 0, out);
+    sthi_unlock(&rt->lock);
+}
+
+bool sthi_residency_above_ceiling(sth_device *device, const sth_memory_reading *reading) {
+    sthi_lock(&device->account_lock);
+    bool above = sthi_finder_above_ceiling(finder_of(device, reading->phase), reading, device->account.charge);
+    sthi_unlock(&device->account_lock);
+    return above;
+}
+
+uint64_t sthi_runtime_budget_without(sth_runtime *rt, uint64_t bytes, uint64_t spare, uint64_t *out_freed) {
+    sthi_lock(&rt->lock);
+    uint64_t has = sthi_held_bytes(rt) + rt->options.reserved;
+    uint64_t less = sthi_finder_without(has, bytes, least_of(rt, spare));
+    sthi_unlock(&rt->lock);
+    *out_freed = less ? has - less : 0;
+    return less;
 }
 
 void sthi_residency_forget(sth_device *device) {
