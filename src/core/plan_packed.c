@@ -2,8 +2,9 @@
  * expansion within the device: nothing of the link, and the expansion's time of the device. It then is one that streams,
  * so that places, loads and their order are found as always, in an input that says which units those are.
  *
- * Sets of them, spread evenly over the order, fill some shares of the budget; a plan is made for each, and the fastest
- * is taken where it is worth it. Pure: no I/O, no clock. No locks. */
+ * Of few units every set of them is tried. Of more, sets that are spread evenly over the order fill some shares of the
+ * budget. A plan is made for each, and the fastest is taken where it is worth it. Plans of sets make no more simulations
+ * together than the input allows for one plan. Pure: no I/O, no clock. No locks. */
 #include "core/plan.h"
 
 #include <math.h>
@@ -12,7 +13,7 @@
 #include "base/error.h"
 #include "base/memory.h"
 
-enum { SHARES = 6, RINGS = 3, FEW_SIMULATIONS = 40 };
+enum { SHARES = 6, RINGS = 3, FEW_UNITS = 4, FEW_SIMULATIONS = 40 };
 /* A plan with packed units takes this share of the step without them, or less. */
 static const double WORTH_IT = 0.99;
 
@@ -119,7 +120,7 @@ static sth_status try_set(const sth_plan_input *in, const bool *packed, sth_plan
     packed_input p;
     sth_plan *plan = NULL;
     STHI_TRY(packed_init(&p, in, packed));
-    p.in.most_simulations = FEW_SIMULATIONS;
+    if (in->unit_count > FEW_UNITS) p.in.most_simulations = FEW_SIMULATIONS;
     sth_status rc = sthi_plan_create_as_it_is(&p.in, &plan);
     packed_fini(&p);
     if (rc == STH_BUDGET_TOO_SMALL) return STH_OK; /* so many cannot stay */
@@ -137,20 +138,34 @@ static sth_status try_set(const sth_plan_input *in, const bool *packed, sth_plan
     return STH_OK;
 }
 
-static sth_status try_sets(const sth_plan_input *in, bool *packed, sth_plan **best) {
+static sth_status try_every_set(const sth_plan_input *in, bool *packed, sth_plan **best) {
+    for (uint32_t set = 1; set < 1u << in->unit_count; set++) {
+        bool all_may = true;
+        for (uint32_t i = 0; i < in->unit_count; i++) {
+            packed[i] = set >> i & 1;
+            all_may = all_may && (!packed[i] || may_stay(&in->units[i]));
+        }
+        if (all_may) STHI_TRY(try_set(in, packed, best));
+    }
+    return STH_OK;
+}
+
+/* Large shares first: they are best where the link is slow. */
+static sth_status try_shares(const sth_plan_input *in, bool *packed, sth_plan **best) {
+    uint32_t left = in->most_simulations ? in->most_simulations / FEW_SIMULATIONS : SHARES * RINGS;
     double largest = 0, kept = 0;
     for (uint32_t i = 0; i < in->unit_count; i++) {
         bool keep = in->units[i].flags & STH_UNIT_KEEP;
         if (keep) kept += (double)in->units[i].bytes;
         else largest = fmax(largest, (double)in->units[i].bytes);
     }
-    for (int ring = 0; ring < RINGS; ring++) {
-        double room = (double)in->budget - kept - fmax((ring + 1.125) * largest, (double)in->least_ring_bytes);
-        for (int share = SHARES; share > 0; share--) {
+    for (int share = SHARES; share > 0; share--)
+        for (int ring = 0; ring < RINGS && left; ring++) {
+            double room = (double)in->budget - kept - fmax((ring + 1.125) * largest, (double)in->least_ring_bytes);
             if (room * share / SHARES <= 0 || !spread(in, room * share / SHARES, packed)) continue;
             STHI_TRY(try_set(in, packed, best));
+            left--;
         }
-    }
     return STH_OK;
 }
 
@@ -161,7 +176,8 @@ sth_status sthi_plan_create(const sth_plan_input *in, sth_plan **out_plan) {
     if (packed) {
         best->prediction.lower_bound_ns = least_ns(in, best->prediction.compute_ns);
         bool waits = (double)best->prediction.compute_ns < WORTH_IT * (double)best->prediction.step_ns;
-        sth_status rc = waits ? try_sets(in, packed, &best) : STH_OK;
+        sth_status rc = STH_OK;
+        if (waits) rc = in->unit_count > FEW_UNITS ? try_shares(in, packed, &best) : try_every_set(in, packed, &best);
         sthi_free(packed);
         if (rc != STH_OK) {
             sthi_plan_destroy(best);

@@ -343,6 +343,64 @@ def test_a_captured_graph_contains_the_expansion():
     runtime.shutdown()
 
 
+def slow_link(budget):
+    """The link is the bound."""
+    return _core.Device("sim", memory_bytes=2 * budget, link_bytes_per_s=5_000_000)
+
+
+def fewest_bytes(runtime) -> float:
+    """That cross the link in a step where only plain units stay."""
+    packed = [unit for unit in runtime.stats["units"] if unit["transfer_bytes"]]
+    share = min(unit["transfer_bytes"] / unit["bytes"] for unit in packed)
+    return share * (runtime.plan["total_bytes"] - runtime.stats["budget"])
+
+
+@card.simulated_only
+@pytest.mark.parametrize("mode", ["layer", "block"])
+def test_units_stay_on_the_device_packed_where_the_link_is_the_bound(mode):
+    model = wide(8, 128)
+    want, x = aligned_copy(model), torch.randn(4, 128).bfloat16()
+    budget = budget_of(model)
+    if mode == "layer":
+        runtime = wrapped(model, device=slow_link(budget))
+    else:
+        config = stagehand.StagehandConfig(vram_budget=budget, transfer="lossless")
+        runtime = stagehand.StagehandRuntime(model, config, block_pattern=r"^blocks\.\d+$", device=slow_link(budget),
+                                             inference_mode=True)
+    for _ in range(12):
+        if mode == "block":
+            runtime.begin_step()
+        before = runtime.stats["h2d_bytes"]
+        got = forward(model, x)
+        if mode == "block":
+            runtime.end_step()
+        assert same(got, forward(want, x))
+    stats = runtime.stats
+    assert 0 < runtime.plan["packed_bytes"] <= stats["packed_bytes"] <= stats["device_bytes"] <= stats["budget"]
+    assert stats["h2d_bytes"] - before < fewest_bytes(runtime)
+    runtime.shutdown()
+
+
+@card.simulated_only
+def test_training_over_a_base_that_stays_packed():
+    model = with_adapters(wide(8, 128, torch.float32))
+    want = copy.deepcopy(model)
+    runtime = wrapped(model, trainables="host", device=slow_link(budget_of(model)))
+    losses = []
+    for m in (model, aligned_copy(want)):
+        optimizer = torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=1e-2)
+        for i in range(8):
+            torch.manual_seed(i)
+            loss = m(torch.randn(4, 128)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[:8] == losses[8:]
+    assert runtime.stats["packed_bytes"] > 0
+    runtime.shutdown()
+
+
 SIZES = {"BF16": (2, 1408), "F16": (2, 1792), "F32": (4, 3456)}  # bytes of a value and of a tile
 
 

@@ -1,7 +1,8 @@
 """Packed transfer: which units of a session cross the link quantised or losslessly packed, and their packed images.
 
 Decided once, when a session opens, from the first plan: what it streams and may be packed is; what it keeps on the
-device keeps its full precision. Later plans change nothing of that, so that results never drift.
+device keeps its full precision. Later plans change nothing of that, so that results never drift. Lossless: as soon as
+something streams all that may be packed is, since a plan may keep any of it on the device packed.
 """
 
 from __future__ import annotations
@@ -124,6 +125,8 @@ class Quantised:
         room = session.budget - session.stay.reserved
         if sum(size[0] for size in sizes) <= room:
             keep = [True] * len(sizes)
+        elif not self.rounds:
+            keep = [bool(flags) for _, flags, _ in sizes]
         else:
             keep = _core.first_residents(sizes, max(0, room - session.needs.stages * _largest(images)))
         for unit, packed, resident in zip(streamed, images, keep):
