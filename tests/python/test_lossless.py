@@ -349,10 +349,11 @@ def slow_link(budget):
 
 
 def fewest_bytes(runtime) -> float:
-    """That cross the link in a step where only plain units stay."""
+    """That cross the link in a step where only plain units stay, beside the same stages and ring."""
     packed = [unit for unit in runtime.stats["units"] if unit["transfer_bytes"]]
     share = min(unit["transfer_bytes"] / unit["bytes"] for unit in packed)
-    return share * (runtime.plan["total_bytes"] - runtime.stats["budget"])
+    stats, plan = runtime.stats, runtime.plan
+    return share * (plan["total_bytes"] - (stats["budget"] - stats["stage_bytes"] - plan["ring_bytes"]))
 
 
 @card.simulated_only

@@ -199,7 +199,6 @@ static void any_device_call(void **state) {
     loop(STHI_FAULT_DEVICE_CALL, follows_the_lookahead());
     loop(STHI_FAULT_DEVICE_CALL, packed(false));
     loop(STHI_FAULT_DEVICE_CALL, packed(true));
-    loop(STHI_FAULT_DEVICE_CALL, stays());
 }
 
 /* With readers at work the n-th call is another one each time. */
