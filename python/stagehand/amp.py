@@ -80,7 +80,7 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
         return
     for name, most in (("grad_scale", None), ("found_inf", 1.0)):
         given = getattr(optimizer, name, None)
-        if isinstance(given, torch.Tensor):
+        if given is not None:
             given = given.to("cpu")
             setattr(optimizer, name, given if most is None else given.clamp(max=most))
 

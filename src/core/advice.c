@@ -18,7 +18,8 @@ enum {
     SMALL_SHARE = 8, /* small weights stay as far as 1/8 of the budget holds them */
     HELD_SHARE = 4,  /* units held while others are used are kept if they take at most 1/4 of the room for places */
     PIECES = 256,    /* a piece is 1/256 of the budget */
-    STAGES_SHARE = 64, /* stages take 1/64 of it, where that is more than the fewest take */
+    STAGES_SHARE = 64, /* stages beyond the fewest are in 1/64 of the budget */
+    FREE_SHARE = 8,    /* and in 1/8 of what else nobody needs */
     LARGEST_AT_ONCE = 3
 };
 #define BYTES_MOST (UINT64_MAX / 16) /* of all weights together */
@@ -282,8 +283,8 @@ static needs evaluate(world *x, uint32_t count) {
     return n;
 }
 
-/* The least bytes of stages, of the units of the last evaluation. */
-static uint64_t stages(const world *x, uint64_t piece) {
+/* Bytes of one stage, of the units of the last evaluation. */
+static uint64_t stage(const world *x, uint64_t piece) {
     uint64_t most = 0;
     for (uint32_t w = 0; w < x->m->weight_count; w++) {
         const sth_budget_weight *weight = &x->m->weights[w];
@@ -291,12 +292,15 @@ static uint64_t stages(const world *x, uint64_t piece) {
         most = sthi_max_u64(most, weight->packed ? x->largest(weight->packed, piece)
                                                  : sthi_min_u64(weight->bytes, piece));
     }
-    return times(STH_BUDGET_STAGES, most);
+    return most;
 }
+
+/* Bytes of the fewest stages. */
+static uint64_t stages(const world *x, uint64_t piece) { return times(STH_BUDGET_STAGES, stage(x, piece)); }
 
 /* How many stages: more than the least as far as a share of the budget, and of what places do not need, holds them. */
 static uint32_t stage_count(uint64_t stage_bytes, uint64_t budget, uint64_t free) {
-    uint64_t room = sthi_min_u64(budget / STAGES_SHARE, free / SMALL_SHARE);
+    uint64_t room = sthi_min_u64(budget / STAGES_SHARE, free / FREE_SHARE);
     if (!stage_bytes || room <= times(STH_BUDGET_STAGES, stage_bytes)) return STH_BUDGET_STAGES;
     return (uint32_t)sthi_min_u64(room / stage_bytes, STH_BUDGET_MOST_STAGES);
 }
@@ -397,9 +401,9 @@ static sth_status advise(world *x, uint64_t budget, sth_budget_advice **out) {
     advice->smallest = smallest(x);
     advice->works = budget >= advice->smallest;
     needs n = settle(x, budget, advice->works, &advice->piece_bytes);
-    uint64_t three = stages(x, advice->piece_bytes), one = three / STH_BUDGET_STAGES;
-    advice->stages = stage_count(one, budget, minus(budget, least(&n, three)));
-    advice->stage_bytes = times(advice->stages, one);
+    uint64_t bytes = stage(x, advice->piece_bytes);
+    advice->stages = stage_count(bytes, budget, minus(budget, least(&n, times(STH_BUDGET_STAGES, bytes))));
+    advice->stage_bytes = times(advice->stages, bytes);
     fill(x, &n, budget, advice);
     *out = advice;
     return STH_OK;
@@ -417,9 +421,8 @@ sth_status sthi_budget_advise(const sth_budget_model *m, sthi_largest_piece *lar
 static uint64_t with_room(world *x, uint64_t room) {
     for (uint64_t budget = smallest(x);;) {
         needs n = evaluate(x, small_that_stay(x, budget));
-        uint64_t most = stages(x, piece_of(budget)) / STH_BUDGET_STAGES;
-        most = times(stage_count(most, budget, budget), most);
-        uint64_t enough = plus(plus(n.stays, most), room);
+        uint64_t bytes = stage(x, piece_of(budget));
+        uint64_t enough = plus(plus(n.stays, times(stage_count(bytes, budget, budget), bytes)), room);
         if (enough <= budget || budget == UINT64_MAX) return budget;
         budget = enough;
     }

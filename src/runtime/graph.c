@@ -143,10 +143,16 @@ static void interrupt_program(sth_runtime *rt) {
 static sth_status come_in(sth_runtime *rt) {
     sthi_lock(&rt->lock);
     sth_status rc = STH_OK;
-    while (rc == STH_OK && (rt->share.parked || !rt->share.settled) && rt->sealed && !rt->shut) {
-        sthi_unlock(&rt->lock);
-        rc = sthi_arrive(rt);
-        sthi_lock(&rt->lock);
+    while (rc == STH_OK && rt->sealed && !rt->shut) {
+        if (rt->share.parked || !rt->share.settled) {
+            sthi_unlock(&rt->lock);
+            rc = sthi_arrive(rt);
+            sthi_lock(&rt->lock);
+        } else if (rt->callers && rt->graph.state == STHI_GRAPH_IDLE) {
+            sthi_await_callers(rt); /* a use of another thread waits for its bytes, in a step that ends here */
+        } else {
+            break;
+        }
     }
     if (rc != STH_OK) return rc;
     if (rt->shut) return sthi_shut_down(rt);

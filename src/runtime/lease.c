@@ -79,16 +79,14 @@ static void deviate(sth_runtime *rt) {
     for (uint32_t i = 0; i < rt->places.slot_cap; i++) rt->places.slots[i].uses_left = 0;
 }
 
-/* Follows the order: true when this use is the expected one. */
-static bool follow(sth_runtime *rt, uint32_t unit, uint32_t *out_use) {
-    *out_use = STH_NONE;
-    if (rt->units[unit].flags & STH_UNIT_ON_DEMAND) return true; /* expected at any time */
-    if (rt->step.deviated || rt->program.cursor >= rt->order.count || rt->order.uses[rt->program.cursor].unit != unit) {
-        deviate(rt);
-        return false;
-    }
-    *out_use = rt->program.cursor++;
-    return true;
+/* Follows the order. Returns the use's place in it; STH_NONE: it has none. */
+static uint32_t follow(sth_runtime *rt, uint32_t unit) {
+    if (rt->units[unit].flags & STH_UNIT_ON_DEMAND) return STH_NONE; /* expected at any time */
+    if (!rt->step.deviated && rt->program.cursor < rt->order.count &&
+        rt->order.uses[rt->program.cursor].unit == unit)
+        return rt->program.cursor++;
+    deviate(rt);
+    return STH_NONE;
 }
 
 /* Returns the use's place in the trace; STH_NONE: the trace is full. */
@@ -124,14 +122,16 @@ static bool wait_for_reads(sth_runtime *rt, uint64_t failures, bool *counted) {
     return true;
 }
 
-/* Until the unit is complete in a slot. Lock held; dropped only to wait for reads. */
+/* Until the unit is complete in a slot. Lock held; dropped only to wait for reads: another thread may end the step
+ * meanwhile. Images that the caller writes are read inside steps only, so one begins again. */
 static sth_status bring(sth_runtime *rt, uint32_t unit) {
     sthi_unit *u = &rt->units[unit];
     uint64_t failures = rt->slabs.failures;
-    STHI_INVARIANT(rt->callers && rt->step.open); /* so that nobody makes the runtime give way meanwhile */
+    STHI_INVARIANT(rt->callers); /* so that nobody makes the runtime give way or captures meanwhile */
     bool counted = false;
     for (;;) {
         if (rt->shut) return sthi_shut_down(rt);
+        if (!rt->step.open) STHI_TRY(sthi_step_begin_locked(rt, true));
         if (u->slot != STHI_NO_SLOT && rt->places.slots[u->slot].complete) return STH_OK;
         sthi_pump_for(rt, unit);
         if (u->slot != STHI_NO_SLOT && rt->places.slots[u->slot].complete) return STH_OK;
@@ -146,7 +146,7 @@ static sth_status bring(sth_runtime *rt, uint32_t unit) {
         if (coming) sthi_cancel_queue(rt);
         if (coming) sthi_program_skip(rt);
         sth_status rc = sthi_demand_load(rt, unit);
-        if (rc == STH_BUDGET_TOO_SMALL && sthi_yield_soft(rt, u->bytes)) continue;
+        if (rc == STH_OK || (rc == STH_BUDGET_TOO_SMALL && sthi_yield_soft(rt, u->bytes))) continue;
         if (rc != STH_BUDGET_TOO_SMALL || !sthi_more_room(rt, u->bytes)) return rc;
     }
 }
@@ -192,9 +192,8 @@ static sth_status acquire_locked(sth_runtime *rt, uint32_t unit, sth_stream stre
     }
     STHI_TRY(begin_if_needed(rt, unit));
     sthi_step_resume(rt);
-    uint32_t use;
-    bool expected = follow(rt, unit, &use);
-    uint32_t regular_before = rt->step.regular, traced = record_trace(rt, unit);
+    uint64_t step = rt->step.number;
+    uint32_t use = follow(rt, unit), regular_before = rt->step.regular, traced = record_trace(rt, unit);
     *out_ticket = sthi_timing_arrive(rt, unit, stream); /* before any waiting: late reads are stalls */
     *out_there = is_there(rt, u);
     STHI_TRY(bring(rt, unit));
@@ -204,8 +203,12 @@ static sth_status acquire_locked(sth_runtime *rt, uint32_t unit, sth_stream stre
         STHI_TRY(sthi_refresh(rt, u->slot));
         STHI_TRY(bring(rt, unit));
     }
+    if (rt->step.number != step) { /* it ended meanwhile, and what it noted of this use is no more */
+        use = traced = STH_NONE;
+        regular_before = rt->step.regular;
+    }
     sthi_slot *s = &rt->places.slots[u->slot];
-    if (expected && use != STH_NONE && s->uses_left) s->uses_left--;
+    if (use != STH_NONE && s->uses_left) s->uses_left--;
     STHI_TRY(take_lease(rt, unit, stream, out));
     if (!*out_there) sthi_awaits_copy(rt, u->slot);
     sthi_hold_begin(rt, &rt->sync[u->slot], traced, regular_before);

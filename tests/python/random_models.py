@@ -90,7 +90,7 @@ def _layer(rng, without) -> dict:
     wrappers = _allowed(WRAPPERS, without)
     wrap = [rng.choice(wrappers) for _ in range(rng.choice([0, 0, 0, 1, 1, 2]))]
     kind = rng.choice(_allowed(LAYERS, without))
-    if kind == "writer":  # of which backward needs the weight alone: it is not computed again (docs/training.md)
+    if kind in ("writer", "buffers"):  # not computed again where backward needs the weight alone (docs/training.md)
         wrap = [name for name in wrap if name not in ("checkpoint", "selective")]
     if "casting_hooks" in wrap:  # a recomputation of PyTorch's ends early, and may leave out the hook that casts back
         wrap = [name for name in wrap if name != "checkpoint"]

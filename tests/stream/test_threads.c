@@ -273,6 +273,33 @@ static void a_load_keeps_its_memory(void **state) {
     }
 }
 
+/* The use that waits belongs to the next step. */
+static void a_step_may_end_while_a_written_unit_is_read(void **state) {
+    (void)state;
+    for (int begun = 0; begun < 2; begun++) {
+        static slow x;
+        sthi_thread t;
+        sth_lease before;
+        sth_runtime_stats stats;
+        slow_open(&x, 1, 45000, 2);
+        if (begun) assert_ok(sthi_step_begin(x.runtime));
+        assert_ok(sthi_unit_acquire(x.runtime, 0, 0, &before));
+        sthi_lease_release(x.runtime, &before);
+        memset(x.image[0], 77, SLOW_BYTES);
+        assert_ok(sthi_unit_mark_written(x.runtime, 0));
+        take_first_elsewhere(&x, &t);
+        assert_ok(sthi_step_end(x.runtime));
+        sthi_thread_join(t);
+        assert_int_equal(x.rc, STH_OK);
+        assert_place(&x.lease, 77);
+        sthi_lease_release(x.runtime, &x.lease);
+        assert_ok(sthi_step_end(x.runtime));
+        sthi_runtime_stats(x.runtime, &stats);
+        assert_int_equal(stats.steps, begun ? 2 : 3); /* an implicit one ends where it begins again */
+        slow_close(&x);
+    }
+}
+
 static void two_threads_load_one_unit_once(void **state) {
     (void)state;
     static slow x;
@@ -410,6 +437,7 @@ int main(void) {
         cmocka_unit_test(threads_follow_the_lookahead),
         cmocka_unit_test(a_write_during_a_load_is_seen),
         cmocka_unit_test(a_load_keeps_its_memory),
+        cmocka_unit_test(a_step_may_end_while_a_written_unit_is_read),
         cmocka_unit_test(two_threads_load_one_unit_once),
         cmocka_unit_test(destroy_ends_waiting),
         cmocka_unit_test(leases_may_end_while_the_runtime_ends),

@@ -221,8 +221,8 @@ class Trained:
         """Those whose data the program has exchanged for data of another dtype or shape stay, until the model is taken
         over again."""
         session = self._session
-        self.outgrown = self.outgrown or not all(map(_fits, units))
-        units = list(filter(_fits, units))
+        asked, units = len(units), list(filter(_fits, units))
+        self.outgrown = self.outgrown or len(units) < asked
         if not units:
             return
         with torch.inference_mode(False), torch.no_grad():

@@ -22,7 +22,7 @@ from ..errors import StagehandError
 from ..managed import runtime_of
 from .fileweight import FileWeight
 from .saved import in_backward
-from .units import Entry, Unit
+from .units import Entry, Unit, refuse_data
 
 nn = torch.nn
 
@@ -252,10 +252,7 @@ class Casts:
         data = entry.param.data
         back = data.detach().to(entry.dtype) if data.dtype.is_floating_point else data
         if data.shape != entry.shape or entry.twins or not same_bits(back.to(data.dtype), data):
-            raise StagehandError(
-                f"{entry.name} was given data of another shape or dtype ({tuple(data.shape)}, {data.dtype}; it was "
-                f"{tuple(entry.shape)}, {entry.dtype}): shut stagehand down before the change and wrap again",
-                object=entry.name)
+            refuse_data(entry, data)
         home = entry.at_home
         if home is None and not unit.in_file and unit.arena is not None:
             home = self._images.master_view(unit, entry)

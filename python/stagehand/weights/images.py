@@ -22,7 +22,7 @@ from ..errors import StagehandError, some_of
 from . import relocate
 from .fileweight import FileWeight
 from .hooks import MappedEmbedding
-from .units import NO_BOUND, Entry, Unit, held_elsewhere, storage_of
+from .units import NO_BOUND, Entry, Unit, held_elsewhere, refuse_data, storage_of
 
 
 def table_of(unit: Unit, entry) -> torch.Tensor:
@@ -98,10 +98,7 @@ class Images:
     def _check_given(self, entry, strangers: list) -> None:
         data = strangers[0].data
         if data.dtype != entry.dtype or data.shape != entry.shape:
-            raise StagehandError(
-                f"{entry.name} was given data of another shape or dtype ({tuple(data.shape)}, {data.dtype}; it was "
-                f"{tuple(entry.shape)}, {entry.dtype}): shut stagehand down before the change and wrap again",
-                object=entry.name)
+            refuse_data(entry, data)
         if any(param.data_ptr() != data.data_ptr() for param in _masters(entry)):
             raise StagehandError(
                 f"{entry.name} shared its memory with other parameters, and not all of them were given the same "
@@ -127,11 +124,8 @@ class Images:
     def _copy_in(self, unit: Unit, entry) -> bool:
         """The image has the master's bytes. Returns whether they differed."""
         data, place = entry.values(), unit.base + entry.offset
-        if data.dtype is not entry.dtype or data.shape != entry.shape:
-            raise StagehandError(
-                f"{entry.name} has data of another dtype or shape ({data.dtype}, {tuple(data.shape)}) than when it was "
-                f"wrapped ({entry.dtype}, {tuple(entry.shape)}): shut stagehand down before the change and wrap again",
-                object=entry.name)
+        if data.dtype != entry.dtype or data.shape != entry.shape:
+            refuse_data(entry, data)
         if data.device.type != "cpu" or data.stride() != entry.stride:
             data = torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype, device="cpu").copy_(data)
         if _core.same_memory(place, data.data_ptr(), entry.nbytes):

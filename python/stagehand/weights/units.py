@@ -188,6 +188,14 @@ class Unit:
         return any(entry.param.requires_grad for entry in self.entries)
 
 
+def refuse_data(entry: Entry, data: torch.Tensor) -> None:
+    """Raises: the entry's image cannot take this data, of another shape or dtype."""
+    raise StagehandError(
+        f"{entry.name} was given data of another shape or dtype ({tuple(data.shape)}, {data.dtype}; it was "
+        f"{tuple(entry.shape)}, {entry.dtype}): shut stagehand down before the change and wrap again",
+        object=entry.name)
+
+
 def owned(model: nn.Module):
     """(module name, module, parameter name, parameter) for every parameter, in the order of modules; a tied
     parameter appears under each of its owners."""
