@@ -182,6 +182,9 @@ sth_status sthi_plan_search(const sthi_plan_world *world, sthi_pipe *pipe, uint6
                             const sthi_choice *smallest, uint64_t least_bytes, uint8_t *resident,
                             uint64_t *out_ring);
 
+/* Simulations that a search may make. */
+uint32_t sthi_plan_trials(const sthi_plan_world *world);
+
 const char *sthi_bound_name(sth_bound bound);
 void sthi_plan_input_init(sth_plan_input *in);
 sth_status sthi_plan_create(const sth_plan_input *in, sth_plan **out_plan);

@@ -344,13 +344,13 @@ def test_a_captured_graph_contains_the_expansion():
 
 
 def slow_link(budget):
-    """The link is the bound."""
-    return _core.Device("sim", memory_bytes=2 * budget, link_bytes_per_s=5_000_000)
+    """The link is the bound: its time is virtual, in which the host's compute takes none."""
+    return _core.Device("sim", memory_bytes=2 * budget, link_bytes_per_s=10**9, virtual_time=True)
 
 
 def fewest_bytes(runtime) -> float:
     """That cross the link in a step where only plain units stay, beside the same stages and ring."""
-    packed = [unit for unit in runtime.stats["units"] if unit["transfer_bytes"]]
+    packed = [unit for unit in runtime.stats["units"] if unit["transfer_bytes"] < unit["bytes"]]
     share = min(unit["transfer_bytes"] / unit["bytes"] for unit in packed)
     stats, plan = runtime.stats, runtime.plan
     return share * (plan["total_bytes"] - (stats["budget"] - stats["stage_bytes"] - plan["ring_bytes"]))
@@ -378,7 +378,26 @@ def test_units_stay_on_the_device_packed_where_the_link_is_the_bound(mode):
         assert same(got, forward(want, x))
     stats = runtime.stats
     assert 0 < runtime.plan["packed_bytes"] <= stats["packed_bytes"] <= stats["device_bytes"] <= stats["budget"]
-    assert stats["h2d_bytes"] - before < fewest_bytes(runtime)
+    assert stats["h2d_bytes"] - before == runtime.plan["bytes_per_step"] < fewest_bytes(runtime)
+    runtime.shutdown()
+
+
+@pytest.mark.parametrize("share", [0.3, 0.9])
+def test_host_memory_is_taken_for_units_that_stream_or_stay_packed_alone(share):
+    """Where nearly all fits some units are left as they are, and take no memory beside their masters."""
+    model = wide(12, 128)
+    want, x = aligned_copy(model), torch.randn(4, 128).bfloat16()
+    budget = budget_of(model, share)
+    runtime = wrapped(model, vram_budget=budget, device=slow_link(budget))
+    said = runtime.quantised
+    for _ in range(3):
+        assert same(forward(model, x), forward(want, x))
+    packed = [unit for unit in runtime.stats["units"] if unit["transfer_bytes"] < unit["bytes"]]
+    stay = [name for name, why in said["left"].items() if why == "it stays on the device"]
+    assert len(packed) + len(stay) == len(runtime.stats["units"])
+    assert said["host_bytes"] >= sum(unit["transfer_bytes"] for unit in packed) > 0
+    assert said["host_bytes"] < 0.75 * sum(unit["bytes"] for unit in packed)
+    assert len(stay) >= 5 if share == 0.9 else len(stay) <= 3
     runtime.shutdown()
 
 

@@ -17,7 +17,7 @@
 #include "stream/world.h"
 #include "support/check.h"
 
-enum { UNITS = 3, MANY = 24, SECONDS = 100 };
+enum { UNITS = 3, MANY = 4, SECONDS = 100 };
 static bool ever_packed;
 static const uint64_t BYTES[UNITS] = {9000, 3000, 20000};
 typedef enum turn { FORWARD, OTHER } turn; /* OTHER: the last one first */
@@ -138,8 +138,8 @@ static world_spec packed(bool staged_too) {
 /* Of it some stays on the device packed. */
 static world_spec stays(void) {
     static uint64_t bytes[MANY];
-    for (uint32_t i = 0; i < MANY; i++) bytes[i] = i % 2 ? 512 : 65536;
-    world_spec spec = world_default(MANY, bytes, 614000);
+    for (uint32_t i = 0; i < MANY; i++) bytes[i] = i % 2 ? 512 : 16384;
+    world_spec spec = world_default(MANY, bytes, 43000);
     spec.packed = STH_TRANSFER_LOSSLESS;
     spec.link = UINT64_C(10000000);
     return spec;
@@ -199,6 +199,7 @@ static void any_device_call(void **state) {
     loop(STHI_FAULT_DEVICE_CALL, follows_the_lookahead());
     loop(STHI_FAULT_DEVICE_CALL, packed(false));
     loop(STHI_FAULT_DEVICE_CALL, packed(true));
+    loop(STHI_FAULT_DEVICE_CALL, stays());
 }
 
 /* With readers at work the n-th call is another one each time. */

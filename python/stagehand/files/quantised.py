@@ -1,8 +1,8 @@
 """Packed transfer: which units of a session cross the link quantised or losslessly packed, and their packed images.
 
 Decided once, when a session opens, from the first plan: what it streams and may be packed is; what it keeps on the
-device keeps its full precision. Later plans change nothing of that, so that results never drift. Lossless: as soon as
-something streams all that may be packed is, since a plan may keep any of it on the device packed.
+device keeps its full precision. Later plans change nothing of that, so that results never drift. Lossless: a unit that
+the plan keeps on the device packed is one that it streams.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class Quantised:
         decoded = session.source.decoded if session.source is not None else {}
         ram = {entry.name: {"reason": decoded[entry.name][0], "bytes": decoded[entry.name][1]}
                for _, entry in entries if entry.name in decoded}
-        return {"encoding": self.encoding, "error": errors, "left": dict(self.left), "files": files, "decoded": ram}
+        return {"encoding": self.encoding, "error": errors, "left": dict(self.left), "files": files, "decoded": ram,
+                "host_bytes": sum(packed.nbytes for packed in self.packed.values())}
 
     # ------------------------------------------------------------------ choosing
 
@@ -121,12 +122,11 @@ class Quantised:
         if not any(isinstance(image, Packed) for image in images):
             return
         sizes = [(unit.nbytes, _core.UNIT_KEEP if id(unit) in session.needs.keeps else 0,
-                  min(unit.nbytes, image.nbytes) if image else 0) for unit, image in zip(streamed, images)]
+                  min(unit.nbytes, image.nbytes) if image else 0, self._may_stay(unit, image))
+                 for unit, image in zip(streamed, images)]
         room = session.budget - session.stay.reserved
         if sum(size[0] for size in sizes) <= room:
             keep = [True] * len(sizes)
-        elif not self.rounds:
-            keep = [bool(flags) for _, flags, _ in sizes]
         else:
             keep = _core.first_residents(sizes, max(0, room - session.needs.stages * _largest(images)))
         for unit, packed, resident in zip(streamed, images, keep):
@@ -136,6 +136,10 @@ class Quantised:
                 self.left.update((name, "it stays on the device") for name in packed.names)
             else:
                 self.packed[id(unit)] = packed
+
+    def _may_stay(self, unit, image) -> int:
+        """Bytes on the device of a unit that may stay there packed; 0: it may not."""
+        return min(unit.nbytes, round_up(image.nbytes)) if isinstance(image, Packed) and not self.rounds else 0
 
     def segment(self, session, weight, owners: list) -> bytes | None:
         """How a weight that streams may cross the link packed, for the core's budget_advice; None: it crosses as it is.
