@@ -1,10 +1,11 @@
 /* Which units stay on the device packed. Such a unit takes its packed bytes of the budget, and each of its loads is an
- * expansion within the device: nothing of the link, and the expansion's time of the device. It then is one that streams,
- * so that places, loads and their order are found as always, in an input that says which units those are.
+ * expansion within the device: nothing of the link, and the expansion's time of the device. It then is one that
+ * streams, so that places, loads and their order are found as always, in an input that says which units those are.
  *
  * Of few units every set of them is tried. Of more, sets that are spread evenly over the order fill some shares of the
  * budget. A plan is made for each, and the fastest is taken where it is worth it. The more simulations the plan without
- * may make the more sets are tried, so that they take no more than half of its time. Pure: no I/O, no clock. No locks. */
+ * may make the more sets are tried, so that they take no more than half of its time. Pure: no I/O, no clock. No
+ * locks. */
 #include "core/plan.h"
 
 #include <math.h>

@@ -634,8 +634,8 @@ static void search_all(search *s, const sthi_choice *smallest) {
     refine(s);
 }
 
-/* For short timelines as many as take some 20 ms, from there on a number that only falls where the whole would take more
- * than half a second. */
+/* For short timelines as many as take some 20 ms, from there on a number that only falls where the whole would take
+ * more than half a second. */
 uint32_t sthi_plan_trials(const sthi_plan_world *w) {
     uint64_t uses = w->in->use_count, bound = USES_TIMES_TRIALS / uses / (w->reuse ? 3 : 1);
     uint64_t few = sthi_min_u64(MOST_TRIALS_SHORT, SHORT_USES_TIMES_TRIALS / uses);

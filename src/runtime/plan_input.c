@@ -56,7 +56,7 @@ static uint64_t middle_size(const sth_runtime *rt) {
         uint64_t middle = low + (high - low) / 2, below = 0;
         for (uint32_t i = 0; i < rt->unit_count; i++)
             if (rt->units[i].bytes <= middle) below += rt->units[i].bytes;
-        if (2 * below >= rt->all_bytes) high = middle;
+        if (2 * below >= rt->planned.all_bytes) high = middle;
         else low = middle + 1;
     }
     return low;

@@ -221,8 +221,8 @@ static void test_a_replay_reads_what_was_written_before_it(void **state) {
     }
 }
 
-/* A write leaves the bytes on the device behind: the graph is stale, the next one brings them in each replay, and once a
- * step has brought them another one expands them again. */
+/* A write leaves the bytes on the device behind: the graph is stale, the next one brings them in each replay, and once
+ * a step has brought them another one expands them again. */
 static void test_units_that_stay_packed(void **state) {
     (void)state;
     enum { MANY = 24 };

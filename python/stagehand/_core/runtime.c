@@ -602,9 +602,9 @@ static PyMethodDef runtime_methods[] = {
     {"stats", runtime_stats, METH_NOARGS,
      "stats()\n--\n\n"
      "A dict of counters since seal: bytes (budget, device_bytes, device_peak, resident_bytes,\n"
-     "in_flight_bytes, h2d_bytes, mapped_bytes, d2h_bytes, staging_bytes, packed_bytes), counts (copies, joined_copies,\n"
-     "demand_loads, evictions, host_waits, steps, replans, deviations, yields), limit (the part of the budget\n"
-     "that others on the device leave), parked, staging_pinned, planned, link_bytes_per_s."},
+     "in_flight_bytes, h2d_bytes, mapped_bytes, d2h_bytes, staging_bytes, packed_bytes), counts (copies,\n"
+     "joined_copies, demand_loads, evictions, host_waits, steps, replans, deviations, yields), limit (the\n"
+     "part of the budget that others on the device leave), parked, staging_pinned, planned, link_bytes_per_s."},
     {"files", runtime_files, METH_NOARGS,
      "files()\n--\n\n"
      "One dict for each file that units stream from: path, way (\"io_uring\", \"direct\", \"page cache\",\n"

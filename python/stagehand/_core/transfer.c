@@ -196,7 +196,7 @@ PyObject *transfer_decode(PyObject *module, PyObject *args) {
 
 static bool parse_unit(PyObject *item, sth_plan_unit *out) {
     *out = (sth_plan_unit){0};
-    return PyTuple_Check(item) && PyArg_ParseTuple(item, "O&O&O&O&;a unit is (bytes, flags, transfer bytes, packed bytes)",
+    return PyTuple_Check(item) && PyArg_ParseTuple(item, "O&O&O&O&;a unit is (bytes, flags, over the link, packed)",
                                                    to_u64, &out->bytes, to_u32, &out->flags, to_u64,
                                                    &out->transfer_bytes, to_u64, &out->packed_bytes);
 }

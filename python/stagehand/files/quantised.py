@@ -21,6 +21,7 @@ nn = torch.nn
 LOSSLESS = "lossless"
 ENCODINGS = (LOSSLESS, "int8", "fp8", "int4")
 NO_GAIN = "it would not shrink by a tenth"
+LESS_ROOM = 16
 LEAST_ELEMENTS = 4096  # smaller weights gain nothing
 TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -128,7 +129,10 @@ class Quantised:
         if sum(size[0] for size in sizes) <= room:
             keep = [True] * len(sizes)
         else:
-            keep = _core.first_residents(sizes, max(0, room - session.needs.stages * _largest(images)))
+            room = max(0, room - session.needs.stages * _largest(images))
+            if not self.rounds:
+                room -= room // LESS_ROOM  # later plans may have less, and units without an image cross in full
+            keep = _core.first_residents(sizes, room)
         for unit, packed, resident in zip(streamed, images, keep):
             if not isinstance(packed, Packed):
                 continue
