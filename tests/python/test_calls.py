@@ -232,6 +232,7 @@ def test_autocast_comes_and_goes(grad):
                     ref[1].weight.mul_(1.5)
 
 
+@pytest.mark.combinations("each kind of error leaves a call by another way")
 @pytest.mark.parametrize("error", [ValueError, RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
 def test_a_call_that_fails_lets_go(error, mode):
