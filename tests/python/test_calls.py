@@ -563,5 +563,5 @@ thread = threading.Thread(target=work, daemon=True)
 thread.start()
 begun.wait()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout.strip()) == (0, "_park"), done.stderr
