@@ -163,7 +163,7 @@ int functions_are_seen(void);
 #define SEAT_NAMES(X)                                                                                      \
     X(_version) X(version) X(data_ptr) X(requires_grad) X(__dict__) X(_use_count) X(untyped_storage) X(_cdata)        \
     X(here) X(forward) X(is_cpu) X(uploads) X(leave) X(seat) X(shown) X(managed_call) X(param)             \
-    X(used_quietly) X(layout) X(is_neg) X(dtype) X(shape) X(stride) X(graph) X(held) X(index) X(cut_off)           \
+    X(used_quietly) X(layout) X(is_neg) X(dtype) X(shape) X(stride) X(graph) X(held) X(held_ref) X(index) X(cut_off)           \
     X(backwards) X(offset) X(after_backward) X(settle) X(pack_other) X(note_copies) X(saver) X(nbytes)     \
     X(__module__) X(explain) X(stagehand_saved_handles) X(local)
 #define SEAT_NAME(name) extern PyObject *name_##name;

@@ -63,7 +63,7 @@ class Steps:
         self._calls = 0  # in it, of the model, where contexts are round them
         self.passing = 0  # calls of parts of the model that are under way
         self._graph = None  # weakref of the Graph of the open step
-        self._held = None  # weakref of what saved weights hold of it
+        self.held_ref = None  # weakref of what saved weights hold of it
         self._graphs = weakref.WeakSet()  # of all steps
         self._backward_seen = False
         self._ended = False  # end_step() came inside the open step, which closes as soon as it can
@@ -169,6 +169,7 @@ class Steps:
         return passes_by
 
     def end_passage(self, token: Pass, passes_by: bool) -> None:
+        """The call of a part is over, or could not begin."""
         local = self._local
         passes = local.passes
         passes.pop(token, None)
@@ -419,7 +420,7 @@ class Steps:
         """The open step ends. Under the lock."""
         self.is_open = self._backward_seen = self._ended = False
         self._passes = 0
-        self._graph = self._held = None
+        self._graph = self.held_ref = None
         self.backwards.clear()
         try:
             if self.before_end is not None:
@@ -488,10 +489,10 @@ class Steps:
 
     def held(self) -> Held:
         """What a saved weight of the open step holds."""
-        held = self._held() if self._held is not None else None
+        held = self.held_ref() if self.held_ref is not None else None
         if held is None:
             held = self.graph().hold()
-            self._held = weakref.ref(held)
+            self.held_ref = weakref.ref(held)
         return held
 
     def watch_outputs(self, out) -> None:
