@@ -58,9 +58,9 @@ def view(base: torch.Tensor, offset: int, dtype: torch.dtype, shape, stride) -> 
 
 # ---------------------------------------------------------------------- torch.func's transforms
 
-# transforming(): whether this thread is inside a function that one of torch.func's transforms (vmap, grad, jvp) has under
-# way. Not by looking at the stack of transforms: that makes one for the thread, which autograd copies three times for
-# each node of each backward from then on.
+# transforming(): whether this thread is inside a function that one of torch.func's transforms (vmap, grad, jvp) has
+# under way. Not by looking at the stack of transforms: that makes one for the thread, which autograd copies three times
+# for each node of each backward from then on.
 transforming = torch._C._are_functorch_transforms_active
 
 

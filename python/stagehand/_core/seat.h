@@ -1,6 +1,7 @@
 /* What the hot path of a call shares: records.c (what it looks at), seat.c (a module's one weight, leased),
- * call.c (the call), masters.c (its dictionary), handle.c (a weight that autograd saves), saver.c (the hooks
- * that make handles), reading.c (weights that a call reads of other modules). The GIL guards all fields but those of a place. */
+ * call.c (the call), masters.c (its dictionary), handle.c (a weight that autograd saves), saver.c (the hooks that
+ * make handles), reading.c (weights that a call reads of other modules). The GIL guards all fields but those of a
+ * place. */
 #ifndef STAGEHAND_PYTHON_SEAT_H
 #define STAGEHAND_PYTHON_SEAT_H
 #include <stdatomic.h>
@@ -160,12 +161,12 @@ int observed(void);
 int functions_are_seen(void);
 
 /* Attributes that are asked for in each call. */
-#define SEAT_NAMES(X)                                                                                      \
-    X(_version) X(version) X(data_ptr) X(requires_grad) X(__dict__) X(_use_count) X(untyped_storage) X(_cdata)        \
-    X(here) X(forward) X(is_cpu) X(uploads) X(leave) X(seat) X(shown) X(managed_call) X(param)             \
-    X(used_quietly) X(layout) X(is_neg) X(dtype) X(shape) X(stride) X(graph) X(held) X(held_ref) X(index) X(cut_off)           \
-    X(backwards) X(offset) X(after_backward) X(settle) X(pack_other) X(note_copies) X(saver) X(nbytes)     \
-    X(__module__) X(explain) X(stagehand_saved_handles) X(local)
+#define SEAT_NAMES(X) \
+    X(_version) X(version) X(data_ptr) X(requires_grad) X(__dict__) X(_use_count) X(untyped_storage) X(_cdata) \
+    X(here) X(forward) X(is_cpu) X(uploads) X(leave) X(seat) X(shown) X(managed_call) X(param) X(used_quietly) \
+    X(layout) X(is_neg) X(dtype) X(shape) X(stride) X(graph) X(held) X(held_ref) X(index) X(cut_off) X(backwards) \
+    X(offset) X(after_backward) X(settle) X(pack_other) X(note_copies) X(saver) X(nbytes) X(__module__) X(explain) \
+    X(stagehand_saved_handles) X(local)
 #define SEAT_NAME(name) extern PyObject *name_##name;
 SEAT_NAMES(SEAT_NAME)
 #undef SEAT_NAME
