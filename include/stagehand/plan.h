@@ -36,6 +36,9 @@ typedef struct sth_plan_unit {
     uint32_t flags;  /* STH_UNIT_ bits */
     uint64_t transfer_bytes; /* that cross the link (and are read) for it, where they are fewer: it is expanded on the
                                 device. 0: `bytes` */
+    /* of the device, where it stays there packed: its loads are expanded from there and take nothing of the link;
+     * multiple of 512. 0: it cannot */
+    uint64_t packed_bytes;
 } sth_plan_unit;
 
 typedef struct sth_plan_use {
@@ -72,6 +75,8 @@ typedef struct sth_plan_input {
     /* that the search makes at most, but some 40, for a plan that is wanted at once; 0: as many as
      * suit the timeline's length. Default 0 */
     uint32_t most_simulations;
+    /* of places, at which units that stay packed are expanded; it takes the device as compute does. Default 1e12 */
+    double expand_bytes_per_s;
 } sth_plan_input;
 STH_API void sth_plan_input_init(sth_plan_input *input);
 
@@ -99,6 +104,7 @@ typedef struct sth_prediction {
     uint64_t bytes_per_step;
     uint64_t disk_bytes_per_step; /* of them, read from the disk */
     uint64_t resident_bytes;
+    uint64_t packed_bytes;   /* of the device, for units that stay there packed */
     uint64_t ring_bytes;
     uint64_t streamed_bytes; /* total size of the units that stream */
     uint64_t total_bytes;    /* B: all units used in a step, without those on demand */
@@ -108,6 +114,7 @@ typedef struct sth_prediction {
 typedef struct sth_plan {
     uint32_t unit_count, use_count, load_count;
     bool *resident;         /* [unit_count] */
+    bool *packed;           /* [unit_count] it stays packed, and is expanded for each load */
     sth_plan_load *loads;   /* [load_count], in the order in which copies are issued */
     uint32_t *use_load;     /* [use_count]: index of the load that serves the use, STH_NONE if resident
                                or on demand */

@@ -389,6 +389,7 @@ typedef struct sth_runtime_stats {
     double disk_bytes_per_s;   /* at which reads came lately, all together; 0: not known yet */
     uint64_t staging_bytes;    /* pinned slabs */
     uint64_t stage_bytes;      /* device memory in which packed bytes arrive */
+    uint64_t packed_bytes;     /* device memory of units that stay there packed */
     /* why the host expands packed bytes; "": it does not. Lives as long as the runtime */
     const char *expand_error;
     bool staging_pinned;       /* false: the pinning limit made them pageable */

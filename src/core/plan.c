@@ -139,8 +139,10 @@ static sth_status predict(sthi_pipe *p, const sthi_plan_world *w, const sth_plan
     }
     r.total_bytes = w->used_bytes;
     for (uint32_t i = 0; i < in->unit_count; i++) {
+        bool packed = in->units[i].flags & STHI_UNIT_STAYS_PACKED;
+        if (packed) r.packed_bytes += in->units[i].packed_bytes;
         if (plan->resident[i]) r.resident_bytes += in->units[i].bytes;
-        if (!plan->resident[i] && w->kind[i] == STHI_UNIT_STREAMABLE) r.streamed_bytes += in->units[i].bytes;
+        if (!plan->resident[i] && !packed && w->kind[i] == STHI_UNIT_STREAMABLE) r.streamed_bytes += in->units[i].bytes;
     }
     uint64_t set_aside = plus(w->fixed_bytes, w->demand_bytes), least = 0;
     uint64_t room = in->budget > set_aside ? in->budget - set_aside : 0;
@@ -180,7 +182,7 @@ static const char *take_plan(sthi_pipe *p, const sth_plan_input *in, const sth_p
     return NULL;
 }
 
-sth_status sthi_plan_predict(const sth_plan_input *in, const sth_plan *plan, sth_prediction *out) {
+sth_status sthi_plan_predict_as_it_is(const sth_plan_input *in, const sth_plan *plan, sth_prediction *out) {
     sthi_plan_world w;
     sthi_pipe p;
     STHI_TRY(sthi_plan_world_init(&w, in));
@@ -207,9 +209,10 @@ sth_plan *sthi_plan_alloc(const sth_plan_input *in, uint32_t load_count) {
     if (!plan) return NULL;
     *plan = (sth_plan){.unit_count = in->unit_count, .use_count = in->use_count, .load_count = load_count};
     plan->resident = sthi_zalloc(in->unit_count, sizeof *plan->resident);
+    plan->packed = sthi_zalloc(in->unit_count, sizeof *plan->packed);
     plan->loads = sthi_zalloc(load_count, sizeof *plan->loads);
     plan->use_load = sthi_zalloc(in->use_count, sizeof *plan->use_load);
-    if (plan->resident && plan->loads && plan->use_load) return plan;
+    if (plan->resident && plan->packed && plan->loads && plan->use_load) return plan;
     sthi_plan_destroy(plan);
     return NULL;
 }
@@ -222,6 +225,7 @@ const char *sthi_bound_name(sth_bound bound) {
 void sthi_plan_destroy(sth_plan *plan) {
     if (!plan) return;
     sthi_free(plan->resident);
+    sthi_free(plan->packed);
     sthi_free(plan->loads);
     sthi_free(plan->use_load);
     sthi_free(plan);
@@ -311,7 +315,7 @@ static sth_status plan_world(const sthi_plan_world *w, sthi_pipe *p, sth_plan **
     return status;
 }
 
-sth_status sthi_plan_create(const sth_plan_input *in, sth_plan **out_plan) {
+sth_status sthi_plan_create_as_it_is(const sth_plan_input *in, sth_plan **out_plan) {
     sthi_plan_world w;
     sthi_pipe p;
     STHI_TRY(sthi_plan_world_init(&w, in));

@@ -8,6 +8,9 @@
 
 #include "stagehand/plan.h"
 
+/* A flag of units in inputs that plan_packed.c makes: it stays packed, whatever else is chosen. */
+#define STHI_UNIT_STAYS_PACKED (1u << 31)
+
 /* What the planner may do with a unit. */
 typedef enum sthi_unit_kind {
     STHI_UNIT_UNUSED,    /* in no use of the step: nothing to plan */
@@ -179,6 +182,9 @@ sth_status sthi_plan_search(const sthi_plan_world *world, sthi_pipe *pipe, uint6
                             const sthi_choice *smallest, uint64_t least_bytes, uint8_t *resident,
                             uint64_t *out_ring);
 
+/* Simulations that a search may make. */
+uint32_t sthi_plan_trials(const sthi_plan_world *world);
+
 const char *sthi_bound_name(sth_bound bound);
 void sthi_plan_input_init(sth_plan_input *in);
 sth_status sthi_plan_create(const sth_plan_input *in, sth_plan **out_plan);
@@ -186,5 +192,8 @@ sth_status sthi_plan_create(const sth_plan_input *in, sth_plan **out_plan);
 sth_plan *sthi_plan_alloc(const sth_plan_input *in, uint32_t load_count);
 void sthi_plan_destroy(sth_plan *plan);
 sth_status sthi_plan_predict(const sth_plan_input *in, const sth_plan *plan, sth_prediction *out);
+/* Those two for an input whose units stay as it says; the ones above also choose, and price, what stays packed. */
+sth_status sthi_plan_create_as_it_is(const sth_plan_input *in, sth_plan **out_plan);
+sth_status sthi_plan_predict_as_it_is(const sth_plan_input *in, const sth_plan *plan, sth_prediction *out);
 sth_status sthi_plan_smallest(const sth_plan_input *in, uint64_t *out_budget);
 #endif

@@ -101,6 +101,7 @@ double sthi_pipe_link_ns(const sthi_pipe *p, const sth_plan_input *in) {
 
 uint64_t sthi_wire_bytes(const sth_plan_input *in, uint32_t unit) {
     const sth_plan_unit *u = &in->units[unit];
+    if (u->flags & STHI_UNIT_STAYS_PACKED) return 0;
     return u->transfer_bytes ? u->transfer_bytes : u->bytes;
 }
 

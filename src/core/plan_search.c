@@ -57,7 +57,7 @@ static uint64_t size_at(const search *s, uint32_t i) { return s->w->in->units[s-
 
 static void set_resident(search *s, candidate *c, uint32_t i, bool resident) {
     uint8_t *flag = &c->resident[s->w->order[i]];
-    if (*flag == resident) return;
+    if (*flag == resident || (s->w->in->units[s->w->order[i]].flags & STHI_UNIT_STAYS_PACKED)) return;
     *flag = resident;
     c->resident_bytes += resident ? size_at(s, i) : 0 - size_at(s, i);
 }
@@ -634,9 +634,9 @@ static void search_all(search *s, const sthi_choice *smallest) {
     refine(s);
 }
 
-/* Simulations that the search may make: for short timelines as many as take some 20 ms, from there on a
- * number that only falls where the whole would take more than half a second. */
-static uint32_t trials_for(const sthi_plan_world *w) {
+/* For short timelines as many as take some 20 ms, from there on a number that only falls where the whole would take
+ * more than half a second. */
+uint32_t sthi_plan_trials(const sthi_plan_world *w) {
     uint64_t uses = w->in->use_count, bound = USES_TIMES_TRIALS / uses / (w->reuse ? 3 : 1);
     uint64_t few = sthi_min_u64(MOST_TRIALS_SHORT, SHORT_USES_TIMES_TRIALS / uses);
     uint64_t trials = sthi_max_u64(LEAST_TRIALS, sthi_min_u64(bound, sthi_max_u64(few, MOST_TRIALS)));
@@ -649,7 +649,7 @@ sth_status sthi_plan_search(const sthi_plan_world *w, sthi_pipe *pipe, uint64_t 
                             uint64_t *out_ring) {
     search s = {.w = w, .pipe = pipe, .room = room, .chance = 20240229, .asked_ring = w->least_ring};
     s.least_ring = sthi_max_u64(smallest_unit(w), s.asked_ring);
-    s.all_trials = s.most_trials = trials_for(w);
+    s.all_trials = s.most_trials = sthi_plan_trials(w);
     for (uint32_t i = 0; w->changes && i < w->order_count; i++)
         if (is_present(&s, i)) s.present_bytes += size_at(&s, i);
     s.floor_ns = sthi_plan_least_ns(w, room, least_bytes);

@@ -21,6 +21,7 @@ void sthi_plan_input_init(sth_plan_input *in) {
         .ring_granularity = 512,
         .held_at_once = 1,
         .read_ahead_bytes = 64u << 20,
+        .expand_bytes_per_s = 1e12,
     };
 }
 
@@ -35,6 +36,8 @@ static sth_status check_settings(const sth_plan_input *in) {
         return INVALID("link_bytes_per_s is %g; it must be positive and finite", in->link_bytes_per_s);
     if (!(in->disk_bytes_per_s >= 0) || !isfinite(in->disk_bytes_per_s))
         return INVALID("disk_bytes_per_s is %g; it must be finite, and 0 or more", in->disk_bytes_per_s);
+    if (!(in->expand_bytes_per_s > 0))
+        return INVALID("expand_bytes_per_s is %g; it must be positive", in->expand_bytes_per_s);
     if (in->copy_overhead_ns < 0) return INVALID("copy_overhead_ns is negative");
     if (in->chunk_bytes == 0) return INVALID("chunk_bytes is 0; it must be positive");
     if (in->ring_granularity == 0) return INVALID("ring_granularity is 0; it must be positive");
@@ -51,6 +54,10 @@ static sth_status check_units(const sth_plan_input *in) {
         if (in->units[i].transfer_bytes > in->units[i].bytes)
             return INVALID("unit %u has %llu bytes and sends %llu over the link; give as many or fewer", i,
                            (unsigned long long)in->units[i].bytes, (unsigned long long)in->units[i].transfer_bytes);
+        if (in->units[i].packed_bytes % STHI_ALIGN || in->units[i].packed_bytes > in->units[i].bytes)
+            return INVALID("unit %u has %llu bytes and %llu where it stays packed; give a multiple of %u, and no more",
+                           i, (unsigned long long)in->units[i].bytes, (unsigned long long)in->units[i].packed_bytes,
+                           STHI_ALIGN);
         if (!sthi_add_u64(sum, in->units[i].bytes, &sum) || sum > INT64_MAX)
             return INVALID("the sizes of all units together overflow at unit %u", i);
     }
@@ -137,6 +144,7 @@ static void sum_up(sthi_plan_world *w) {
             w->fixed_bytes += bytes;
             if (w->unit_uses[i]) w->used_bytes += bytes;
         }
+        if (in->units[i].flags & STHI_UNIT_STAYS_PACKED) w->fixed_bytes += in->units[i].packed_bytes;
         if (w->kind[i] == STHI_UNIT_STREAMABLE) {
             double share = (double)sthi_wire_bytes(in, i) / (double)bytes;
             if (share < w->cheapest) w->cheapest = share;

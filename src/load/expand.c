@@ -13,6 +13,7 @@
 
 #include "device/four_bits.h"
 #include "load/copy.h"
+#include "load/events.h"
 #include "load/names.h"
 #include "load/pieces.h"
 #include "load/stages.h"
@@ -106,6 +107,38 @@ static sth_status through_stage(sth_runtime *rt, int32_t slot, const arriving *a
     return rc;
 }
 
+static sth_status order_behind(sth_runtime *rt, sth_stream waits, sth_stream on) {
+    sth_event *event = NULL;
+    STHI_TRY(sthi_event_take(rt, &event));
+    sth_status rc = STHI_DEV(rt, event_record, event, on);
+    if (rc == STH_OK) rc = STHI_DEV(rt, stream_wait, waits, event);
+    sthi_event_give(rt, event);
+    return rc;
+}
+
+/* Expanded from where it stays packed on the device, which the first load after it was written fills. */
+static sth_status from_device(sth_runtime *rt, int32_t slot, const arriving *a) {
+    const sthi_slot *s = &rt->places.slots[slot];
+    sthi_unit *u = &rt->units[s->unit];
+    sth_stream writer = rt->sync[slot].filled_by, copies = rt->copies.stream;
+    sth_devptr at = u->stays.at + a->from, place = rt->places.extents[s->extent].base + s->offset;
+    if (u->stays.here == u->wire_bytes) {
+        rt->graph.copy_number++; /* uses have to wait for this one, too */
+        return expand_all(rt, u, a, at, place, writer);
+    }
+    STHI_TRY(order_behind(rt, copies, writer)); /* what it was before may be read still */
+    STHI_TRY(sthi_copy_bytes(rt, s->unit, at, a->host, a->bytes, copies));
+    STHI_TRY(order_behind(rt, writer, copies));
+    return expand_all(rt, u, a, at, place, writer);
+}
+
+/* A capture brings what is not there through stages, in each replay. */
+static bool stays_on_device(sth_runtime *rt, int32_t slot) {
+    const sthi_unit *u = &rt->units[rt->places.slots[slot].unit];
+    bool planned = rt->sync[slot].filled_by == rt->expand.stream;
+    return u->stays.at && planned && (u->stays.here == u->wire_bytes || rt->graph.state != STHI_GRAPH_CAPTURING);
+}
+
 static sth_status from_master(sth_runtime *rt, int32_t slot, const sthi_piece_of *p) {
     const sthi_unit *u = &rt->units[rt->places.slots[slot].unit];
     for (uint64_t at = p->begin, end = p->begin + p->bytes, n; at < end; at += n) {
@@ -118,10 +151,15 @@ static sth_status from_master(sth_runtime *rt, int32_t slot, const sthi_piece_of
 }
 
 sth_status sthi_expand_piece(sth_runtime *rt, int32_t slot, const sthi_piece_of *p, const uint8_t *from) {
-    const sthi_unit *u = &rt->units[rt->places.slots[slot].unit];
+    sthi_unit *u = &rt->units[rt->places.slots[slot].unit];
     if (!p->segments) return STH_OK;
     STHI_TRY(sthi_stages_alloc(rt));
     if (u->encoded.plain) return from_master(rt, slot, p);
-    return through_stage(rt, slot, &(arriving){from, p->from, p->from_bytes, p->bytes, &u->segments[p->segment],
-                                               p->segments});
+    arriving a = {from, p->from, p->from_bytes, p->bytes, &u->segments[p->segment], p->segments};
+    if (!stays_on_device(rt, slot)) return through_stage(rt, slot, &a);
+    bool fills = u->stays.here < u->wire_bytes;
+    if (fills && p->begin == 0) u->stays.here = 0;
+    STHI_TRY(from_device(rt, slot, &a));
+    if (fills) u->stays.here += a.bytes;
+    return STH_OK;
 }

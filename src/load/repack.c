@@ -22,6 +22,8 @@ sth_status sthi_repack(sth_runtime *rt, uint32_t unit) {
     /* Copies of the packed image may be under way. */
     STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->copies.stream));
     STHI_TRY(STHI_DEV(rt, stream_synchronize, rt->copies.demand_stream));
+    if (u->stays.at) rt->graph.edition++;
+    u->stays.here = 0;
     u->encoded.stale = false;
     u->encoded.print = sthi_fingerprint_place(u, u->master, u->bytes);
     void *packed = (void *)(uintptr_t)u->host;

@@ -7,7 +7,7 @@
 uint64_t sthi_stages_bytes(const sth_runtime *rt) { return rt->expand.count * rt->expand.stage_bytes; }
 
 uint64_t sthi_held_bytes(const sth_runtime *rt) {
-    return sthi_places_total(&rt->places) + (rt->expand.stages ? sthi_stages_bytes(rt) : 0);
+    return sthi_places_total(&rt->places) + rt->expand.packed_bytes + (rt->expand.stages ? sthi_stages_bytes(rt) : 0);
 }
 
 uint64_t sthi_units_within(const sth_runtime *rt, uint64_t bytes) {

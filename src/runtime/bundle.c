@@ -191,7 +191,10 @@ static void number(sthi_bundles *b, maker *m) {
         uint32_t head = m->head[i], n = b->of_unit[i] = b->of_unit[head];
         b->units[n].bytes += in->units[i].bytes;
         b->units[n].transfer_bytes += in->units[i].transfer_bytes;
-        if (m->size[head] < 2) continue;
+        if (m->size[head] < 2) {
+            b->units[n].packed_bytes = in->units[i].packed_bytes;
+            continue;
+        }
         b->place[i] = (uint32_t)(m->rt->units[i].host - m->lowest[head]);
         b->largest = sthi_max_u64(b->largest, b->units[n].bytes);
     }
@@ -309,7 +312,10 @@ sth_status sthi_bundles_part(const sthi_bundles *b, const sth_plan_input *in, st
     whole->ring_mapped_twice = plan->ring_mapped_twice;
     whole->demand_bytes = plan->demand_bytes;
     whole->prediction = plan->prediction;
-    for (uint32_t i = 0; i < in->unit_count; i++) whole->resident[i] = plan->resident[b->of_unit[i]];
+    for (uint32_t i = 0; i < in->unit_count; i++) {
+        whole->resident[i] = plan->resident[b->of_unit[i]];
+        whole->packed[i] = plan->packed[b->of_unit[i]];
+    }
     for (uint32_t i = 0; i < plan->load_count; i++) part_load(b, in, &plan->loads[i], whole, part[i]);
     part_uses(b, in, part, whole);
     sthi_free(part);

@@ -9,6 +9,7 @@
 #include "load/memory.h"
 #include "load/room.h"
 #include "load/slots.h"
+#include "load/stays.h"
 #include "load/traces.h"
 #include "state/state.h"
 
@@ -100,4 +101,5 @@ void sthi_closing_free(sth_runtime *rt) {
 void sthi_extents_free_all(sth_runtime *rt) {
     for (uint32_t x = 0; x < rt->places.extent_end; x++)
         if (rt->places.extents[x].live) sthi_extent_release(rt, x);
+    sthi_stays_free(rt);
 }

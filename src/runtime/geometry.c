@@ -12,6 +12,7 @@
 #include "load/room.h"
 #include "load/slots.h"
 #include "load/stages.h"
+#include "load/stays.h"
 #include "runtime/budget.h"
 #include "runtime/bundle.h"
 #include "runtime/extents.h"
@@ -237,6 +238,7 @@ static sth_status rearrange(sth_runtime *rt, uint64_t bytes) {
     rt->program.on = rt->planned.homes = false;
     rt->planned.again = true;
     sthi_cancel_queue(rt);
+    sthi_stays_free(rt);
     uint64_t kept = 0; /* by extents that leases are in: what is free of them stays of use */
     for (uint32_t x = 0; x < rt->places.extent_end; x++) {
         const sthi_extent *e = &rt->places.extents[x];

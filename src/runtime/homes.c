@@ -12,6 +12,7 @@
 #include "core/layout.h"
 #include "load/room.h"
 #include "load/stages.h"
+#include "load/stays.h"
 #include "load/together.h"
 #include "runtime/extents.h"
 #include "runtime/spare.h"
@@ -99,8 +100,9 @@ static sth_status lay_out(const sth_runtime *rt, const sth_plan *plan, const sth
     for (uint32_t i = 0; crowded(rt) && i < h->layout.unit_count; i++) h->layout.units[i].extent = STH_NONE;
     uint64_t room = sthi_budget_for_units(rt);
     uint64_t spare = sthi_spare_fitting(rt, sthi_spare_room(rt, plan));
-    STHI_INVARIANT(plan->ring_bytes + plan->demand_bytes + spare <= room);
-    h->layout.room = room - plan->ring_bytes - plan->demand_bytes - spare;
+    uint64_t beside = plan->ring_bytes + plan->demand_bytes + sthi_stays_planned(rt, plan) + spare;
+    STHI_INVARIANT(beside <= room);
+    h->layout.room = room - beside;
     uint64_t joined = sthi_most_together(rt->options.budget);
     if (plan->ring_bytes) joined = sthi_min_u64(joined, room / SOME_EXTENTS); /* else no resident will make way */
     h->layout.target = sthi_min_u64(EXTENT_TARGET, sthi_max_u64(room / MANY_EXTENTS, joined));
@@ -118,6 +120,7 @@ sth_status sthi_homes_clear(sth_runtime *rt, const sth_plan *plan, const sthi_bu
     homes h;
     STHI_TRY(lay_out(rt, plan, bundles, &h));
     sthi_spare_fit(rt, sthi_spare_room(rt, plan));
+    if (!sthi_stays_as(rt, plan)) sthi_stays_free(rt);
     for (uint32_t x = 0; x < h.layout.extent_count; x++) {
         const sthi_extent *e = &rt->places.extents[x];
         bool demand = x == rt->extents.demand && e->bytes == plan->demand_bytes;
@@ -155,6 +158,7 @@ static sth_status place_residents(sth_runtime *rt, const sth_plan *plan, const s
 
 sth_status sthi_homes_allocate(sth_runtime *rt, const sth_plan *plan, const sthi_bundles *bundles) {
     STHI_TRY(sthi_stages_alloc(rt));
+    if (!rt->expand.packed) STHI_TRY(sthi_stays_alloc(rt, plan));
     if (plan->ring_bytes && rt->extents.ring == STH_NONE)
         STHI_TRY(sthi_extent_alloc(rt, plan->ring_bytes, plan->ring_mapped_twice, STHI_EXTENT_RING, &rt->extents.ring));
     if (plan->demand_bytes && rt->extents.demand == STH_NONE)

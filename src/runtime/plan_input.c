@@ -5,6 +5,7 @@
 #include "core/plan.h"
 #include "load/pieces.h"
 #include "load/room.h"
+#include "load/stays.h"
 #include "runtime/homes.h"
 #include "state/state.h"
 
@@ -32,7 +33,8 @@ static sth_plan_unit plan_unit(const sth_runtime *rt, const sthi_unit *u) {
     if (u->writes.written) flags |= STH_UNIT_WRITTEN;
     if (sthi_lies_at_rest(rt, u)) flags |= STH_UNIT_PRESENT;
     uint64_t wire = sthi_min_u64(sthi_source_bytes(rt, u), u->bytes);
-    return (sth_plan_unit){.bytes = u->bytes, .flags = flags, .transfer_bytes = wire};
+    return (sth_plan_unit){.bytes = u->bytes, .flags = flags, .transfer_bytes = wire,
+                           .packed_bytes = aside ? 0 : sthi_stays_bytes(rt, (uint32_t)(u - rt->units))};
 }
 
 /* What callers hold lies anywhere in the ring. Where they ask for no more than the largest unit they hold nothing. */
@@ -54,7 +56,7 @@ static uint64_t middle_size(const sth_runtime *rt) {
         uint64_t middle = low + (high - low) / 2, below = 0;
         for (uint32_t i = 0; i < rt->unit_count; i++)
             if (rt->units[i].bytes <= middle) below += rt->units[i].bytes;
-        if (2 * below >= rt->all_bytes) high = middle;
+        if (2 * below >= rt->planned.all_bytes) high = middle;
         else low = middle + 1;
     }
     return low;

@@ -41,6 +41,7 @@ void sthi_runtime_stats(sth_runtime *rt, sth_runtime_stats *out) {
     out->budget = rt->options.budget;
     out->device_bytes = sthi_held_bytes(rt);
     out->stage_bytes = rt->expand.stages ? sthi_stages_bytes(rt) : 0;
+    out->packed_bytes = rt->expand.packed_bytes;
     out->expand_error = rt->expand.error;
     out->device_peak = rt->extents.peak;
     out->limit = rt->share.limit;

@@ -12,6 +12,7 @@
 #include <math.h>
 
 #include "core/plan.h"
+#include "load/stays.h"
 #include "load/room.h"
 #include "runtime/extents.h"
 
@@ -103,7 +104,8 @@ bool sthi_spare_place(sth_runtime *rt, uint32_t unit, sthi_place *out) {
 }
 
 uint64_t sthi_spare_room(const sth_runtime *rt, const sth_plan *plan) {
-    uint64_t needs = plan->ring_bytes + plan->demand_bytes, room = sthi_budget_for_units(rt);
+    uint64_t needs = plan->ring_bytes + plan->demand_bytes + sthi_stays_planned(rt, plan);
+    uint64_t room = sthi_budget_for_units(rt);
     for (uint32_t i = 0; i < rt->unit_count; i++)
         if (plan->resident[i]) needs += rt->units[i].bytes;
     return room > needs ? room - needs : 0;

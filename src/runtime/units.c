@@ -16,7 +16,7 @@ static sth_status check_unit(sth_runtime *rt, const sth_unit_desc *d) {
     if (rt->seal_tried || rt->shut)
         return sthi_fail(STH_INVALID_STATE, NULL, 0, name, "unit '%s' comes after seal", name);
     if (!*name) return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "a unit needs a name");
-    if (!d->bytes || d->bytes > STHI_BYTES_MOST || rt->all_bytes > STHI_BYTES_MOST - d->bytes)
+    if (!d->bytes || d->bytes > STHI_BYTES_MOST || rt->planned.all_bytes > STHI_BYTES_MOST - d->bytes)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, name, "unit '%s' has an impossible size", name);
     if (!!d->host + !!d->checkpoint + !!d->store != 1)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, name,
@@ -102,7 +102,7 @@ static sth_status add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32_t *ou
         u.arena = d->arena;
     }
     *out = rt->unit_count;
-    rt->all_bytes += u.bytes;
+    rt->planned.all_bytes += u.bytes;
     rt->units[rt->unit_count++] = u;
     return STH_OK;
 }

@@ -49,6 +49,8 @@ typedef struct sthi_expansion {
     char error[512];         /* why they are not */
     sth_devptr stages;       /* `count` of stage_bytes each; 0: not allocated now */
     uint64_t stage_bytes;
+    sth_devptr packed;       /* where units stay packed; 0: there are none (load/stays.c) */
+    uint64_t packed_bytes;
     uint32_t count;          /* the last one is for loads on demand, the others for planned loads */
     sthi_stage stage[STHI_MOST_STAGES];
     uint32_t next_stage;

@@ -20,6 +20,7 @@ typedef struct sthi_planned {
     sth_plan *plan;          /* by units */
     sthi_bundles *bundles;   /* that it was made of; NULL: each unit stands for itself */
     sth_plan_unit *units;    /* [unit_count] room for the planner's input */
+    uint64_t all_bytes;      /* of all units of the runtime */
     uint32_t *load_uses;     /* [plan->load_count] */
     uint32_t kept_end;       /* uses before this one may be served by loads of the lap before */
     bool homes;              /* residents have homes, in extents that are there */

@@ -42,7 +42,6 @@ struct sth_runtime {
 
     sthi_unit *units;        /* [unit_count] */
     uint32_t unit_count, unit_cap;
-    uint64_t all_bytes;      /* of all units */
 
     sthi_places places;      /* which bytes of which extent hold which unit */
     sthi_slot_sync *sync;    /* [places.slot_cap] */

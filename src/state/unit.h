@@ -28,6 +28,12 @@ typedef struct sthi_encoded {
     bool plain;              /* the image has no room for what was written: the master crosses as it is */
 } sthi_encoded;
 
+/* The packed image on the device, from which loads are expanded (load/stays.c, load/expand.c). */
+typedef struct sthi_stays {
+    sth_devptr at;           /* 0: it does not stay there */
+    uint64_t here;           /* bytes of it that were copied, from its first piece on; all: wire_bytes */
+} sthi_stays;
+
 /* Whether the caller writes its image (runtime/writes.c). */
 typedef struct sthi_unit_writes {
     bool changed;            /* marked written since the last step began, and not copied since */
@@ -62,6 +68,7 @@ typedef struct sthi_unit {
     uint64_t wire_bytes;     /* sum of its pieces, once it is known that the device expands */
     const uint8_t *master;   /* that the packed image was encoded from; NULL: unknown */
     sthi_encoded encoded;
+    sthi_stays stays;
     sth_unit_tensor *tensors; /* [tensor_count], names behind them; for errors and samples */
     uint32_t tensor_count;
     bool direct;             /* the host image is pinned: copied from where it is */

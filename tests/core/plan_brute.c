@@ -16,7 +16,7 @@ typedef struct brute_load {
 
 typedef struct brute_run {
     const brute_case *c;
-    unsigned resident, keep; /* bit sets: by unit, and by use whose unit stays until its next use */
+    unsigned resident, packed, keep; /* bit sets: by unit, and by use whose unit stays until its next use */
     int ring;
     brute_load loads[LAPS * BRUTE_USES + 1];
     int load_count;
@@ -34,7 +34,7 @@ static bool copy_part(brute_run *r, int load, int from, int cells) {
         if (r->loads[before].let_go > r->link) r->link = r->loads[before].let_go;
     }
     for (int i = from; i < from + cells; i++) r->cells[i % r->ring] = load;
-    r->link += cells;
+    if (!(r->packed >> r->loads[load].unit & 1)) r->link += cells;
     return true;
 }
 
@@ -118,6 +118,11 @@ static bool copy_ahead(brute_run *r, const int home[BRUTE_USES]) {
     return true;
 }
 
+static double compute_of(const brute_run *r, int use) {
+    int u = r->c->unit[use];
+    return r->c->compute[use] + (r->packed >> u & 1 ? r->c->size[u] / 4.0 : 0);
+}
+
 /* Mean step of the last laps; negative if this choice cannot run. */
 static double run(brute_run *r) {
     const brute_case *c = r->c;
@@ -148,7 +153,7 @@ static double run(brute_run *r) {
             if (begins_load(r, t) && !r->copied[t] && !bring(r, t, home)) return -1;
             brute_load *load = &r->loads[r->current[u]];
             if (load->arrived > now) now = load->arrived;
-            now += c->compute[t];
+            now += compute_of(r, t);
             /* loads[0] stands for what a step before the first would have left: there from the start */
             if (r->current[u] != 0 && --load->uses_left == 0) load->let_go = now;
         }
@@ -172,13 +177,37 @@ static bool sensible(const brute_run *r) {
 
 /* No step is shorter than its compute or its copies. */
 static double least_step(const brute_run *r) {
-    int copies = 0, compute = 0;
+    double copies = 0, compute = 0;
     for (int t = 0; t < r->c->uses; t++) {
-        compute += r->c->compute[t];
+        compute += compute_of(r, t);
         bool fresh = is_written(r, r->c->unit[t]) && first_of_lap(r->c, t);
+        if (r->packed >> r->c->unit[t] & 1) continue;
         if (fresh || begins_load(r, t)) copies += r->c->size[r->c->unit[t]];
     }
     return copies > compute ? copies : compute;
+}
+
+static void every_ring(brute_run *r, int total, double best[BRUTE_BYTES + 1]) {
+    const brute_case *c = r->c;
+    int held = 0;
+    for (int u = 0; u < c->units; u++) {
+        held += r->resident >> u & 1 ? c->size[u] : 0;
+        held += r->packed >> u & 1 ? c->size[u] - 1 : 0;
+    }
+    bool all = held == total;
+    for (r->ring = all ? 0 : 1; held + r->ring <= (all ? held : total); r->ring++) {
+        double known = best[held + r->ring];
+        if (known >= 0 && known <= least_step(r)) continue;
+        double step = run(r);
+        for (int v = held + r->ring; step >= 0 && v <= total; v++)
+            if (best[v] < 0 || step < best[v]) best[v] = step;
+    }
+}
+
+static bool may_stay_packed(const brute_run *r) {
+    bool may = !(r->packed & ~r->c->packable) && !(r->packed & r->resident);
+    for (int u = 0; u < r->c->units; u++) may = may && (!(r->packed >> u & 1) || r->c->size[u] > 1);
+    return may;
 }
 
 void brute_force(const brute_case *c, double best[BRUTE_BYTES + 1]) {
@@ -189,19 +218,9 @@ void brute_force(const brute_case *c, double best[BRUTE_BYTES + 1]) {
     r.c = c;
     unsigned keeps = c->uses > c->units ? 1u << c->uses : 1;
     for (r.resident = 0; r.resident < 1u << c->units; r.resident++)
-        for (r.keep = 0; r.keep < keeps; r.keep++) {
-            if (!sensible(&r)) continue;
-            int held = 0;
-            for (int u = 0; u < c->units; u++) held += r.resident >> u & 1 ? c->size[u] : 0;
-            bool all = held == total;
-            for (r.ring = all ? 0 : 1; held + r.ring <= (all ? held : total); r.ring++) {
-                double known = best[held + r.ring];
-                if (known >= 0 && known <= least_step(&r)) continue;
-                double step = run(&r);
-                for (int v = held + r.ring; step >= 0 && v <= total; v++)
-                    if (best[v] < 0 || step < best[v]) best[v] = step;
-            }
-        }
+        for (r.packed = 0; r.packed <= c->packable; r.packed++)
+            for (r.keep = 0; r.keep < keeps && may_stay_packed(&r); r.keep++)
+                if (sensible(&r)) every_ring(&r, total, best);
 }
 
 /* ---- replay of a plan ---- */

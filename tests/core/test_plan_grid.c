@@ -14,15 +14,18 @@
 enum { UNIT_BYTES = 4096, UNIT_NS = 100000, CODES = 9 };
 /* Where units are used twice the planner tries only some of the ways to keep places between uses. Beyond 8
  * units it does not try every set of residents: one unit of time, 1/20 of a step here, may be lost. */
-static const double WORST = 1.03, WORST_OF_REUSE = 1.08, WORST_OF_MANY = 1.06;
+/* Of more than 4 units that may stay packed only some sets are tried. */
+static const double WORST = 1.03, WORST_OF_REUSE = 1.08, WORST_OF_MANY = 1.06, WORST_OF_PACKED = 1.2;
 
 static double worst_allowed(const brute_case *c) {
     if (c->uses > c->units) return WORST_OF_REUSE;
+    if (c->packable && c->units > 4) return WORST_OF_PACKED;
     return c->units > 8 ? WORST_OF_MANY : WORST;
 }
 
 static void describe(const brute_case *c, int budget, char *buf, size_t cap) {
-    int n = snprintf(buf, cap, "%d %d %d %d %u %d :", c->units, c->uses, c->whole, c->twice, c->written, budget);
+    int n = snprintf(buf, cap, "%d %d %d %d %u %u %d :", c->units, c->uses, c->whole, c->twice, c->written,
+                     c->packable, budget);
     for (int u = 0; u < c->units; u++) n += snprintf(buf + n, cap - (size_t)n, " %d", c->size[u]);
     n += snprintf(buf + n, cap - (size_t)n, " :");
     for (int t = 0; t < c->uses; t++)
@@ -36,6 +39,7 @@ static double planned(const brute_case *c, int budget, sth_plan **out_plan) {
     for (int u = 0; u < c->units; u++) {
         units[u].bytes = (uint64_t)c->size[u] * UNIT_BYTES;
         if (c->written >> u & 1) units[u].flags = STH_UNIT_WRITTEN;
+        if (c->packable >> u & 1) units[u].packed_bytes = (uint64_t)(c->size[u] - 1) * UNIT_BYTES;
     }
     for (int t = 0; t < c->uses; t++)
         uses[t] = (sth_plan_use){(uint32_t)c->unit[t], 0, (int64_t)c->compute[t] * UNIT_NS, 0};
@@ -47,6 +51,7 @@ static double planned(const brute_case *c, int budget, sth_plan **out_plan) {
     in.use_count = (uint32_t)c->uses;
     in.budget = (uint64_t)budget * UNIT_BYTES;
     in.link_bytes_per_s = UNIT_BYTES * (1e9 / UNIT_NS);
+    in.expand_bytes_per_s = 4 * in.link_bytes_per_s;
     in.copy_overhead_ns = 0;
     in.chunk_bytes = c->whole ? UINT64_MAX : UNIT_BYTES;
     in.ring_mapped_twice = c->twice;
@@ -211,6 +216,37 @@ static void grid_of_up_to_three_that_are_written(void **state) {
     print_tally("written");
     assert_int_equal(bad, 0);
 }
+/* Some, and all, units may stay packed. Few: every set of them is tried. */
+static void grid_of_up_to_three_that_may_stay_packed(void **state) {
+    (void)state;
+    int code[BRUTE_UNITS], bad = 0;
+    start_tally();
+    for (int units = 1; units <= 3; units++)
+        for (long number = 0; number < grid_size(units); number++)
+            for (unsigned packable = 1; packable < 1u << units; packable++) {
+                decode(number, units, code);
+                brute_case c = forward_case(code, units, number % 2, number % 3);
+                c.packable = packable;
+                bad += !check_input(&c);
+            }
+    print_tally("may stay packed");
+    assert_int_equal(bad, 0);
+}
+static void samples_of_four_to_seven_that_may_stay_packed(void **state) {
+    (void)state;
+    uint64_t state_of_chance = 4242;
+    int code[BRUTE_UNITS], bad = 0;
+    start_tally();
+    for (int i = 0; i < 90; i++) {
+        int units = i % 15 ? 4 + i % 3 : 7;
+        for (int u = 0; u < units; u++) code[u] = (int)next_chance(&state_of_chance, CODES);
+        brute_case c = forward_case(code, units, i % 2, true);
+        c.packable = i % 4 ? (1u << units) - 1 : next_chance(&state_of_chance, 1u << units);
+        bad += !check_input(&c);
+    }
+    print_tally("more units that may stay packed");
+    assert_int_equal(bad, 0);
+}
 static void samples_of_forward_and_backward_that_are_written(void **state) {
     (void)state;
     uint64_t state_of_chance = 77;
@@ -268,11 +304,11 @@ static bool next_number(char **text, int low, int high, int *out) {
 
 static int replay(char *text) {
     brute_case c = {0};
-    int whole, twice, written, budget;
+    int whole, twice, written, packable, budget;
     bool ok = next_number(&text, 1, BRUTE_UNITS, &c.units) && next_number(&text, 1, BRUTE_USES, &c.uses) &&
               next_number(&text, 0, 1, &whole) && next_number(&text, 0, 1, &twice) &&
               next_number(&text, 0, (1 << BRUTE_UNITS) - 1, &written) &&
-              next_number(&text, 0, BRUTE_BYTES, &budget);
+              next_number(&text, 0, (1 << BRUTE_UNITS) - 1, &packable) && next_number(&text, 0, BRUTE_BYTES, &budget);
     for (int u = 0; ok && u < c.units; u++) ok = next_number(&text, 1, 3, &c.size[u]);
     for (int t = 0; ok && t < c.uses; t++)
         ok = next_number(&text, 0, c.units - 1, &c.unit[t]) && next_number(&text, 0, 99, &c.compute[t]);
@@ -283,6 +319,7 @@ static int replay(char *text) {
     c.whole = whole;
     c.twice = twice;
     c.written = (unsigned)written;
+    c.packable = (unsigned)packable;
     sth_plan *plan = NULL;
     double best[BRUTE_BYTES + 1], step = planned(&c, budget, &plan);
     brute_force(&c, best);
@@ -324,6 +361,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(samples_of_forward_and_backward),
         cmocka_unit_test(grid_of_up_to_three_that_are_written),
         cmocka_unit_test(samples_of_forward_and_backward_that_are_written),
+        cmocka_unit_test(grid_of_up_to_three_that_may_stay_packed),
+        cmocka_unit_test(samples_of_four_to_seven_that_may_stay_packed),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -4,6 +4,7 @@ and forks a child for each script, before it has opened a device or begun a thre
     done = children.run(script)          # status, stdout, stderr
     child = children.start(script)       # child.pid; child.said("line") waits for a line; child.wait() -> done
     done = children.run_bare(script)     # torch has been imported, and stagehand has not
+    done = children.run_program("import transformers", path, *words)    # as `python path words` behind that import
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tempfile
 import textwrap
 import time
 
-LIMIT_S = 60
+LIMIT_S = 240
 
 _ZYGOTE = """
 import json, os, sys
@@ -133,6 +134,15 @@ def run(script: str, limit: float = LIMIT_S) -> Done:
 def run_bare(script: str, limit: float = LIMIT_S) -> Done:
     """For scripts that are about the import of stagehand: torch alone is imported."""
     return _start("", script).wait(limit)
+
+
+def run_program(imports: str, path: str, *words: str, limit: float = LIMIT_S) -> Done:
+    """The program at `path`, in a child of a process that has run `imports`, which take seconds."""
+    return _start(_MORE + imports, f"""
+        import runpy
+        sys.argv = {[path, *words]!r}
+        runpy.run_path({path!r}, run_name="__main__")
+        """).wait(limit)
 
 
 def _start(more: str, script: str) -> Child:

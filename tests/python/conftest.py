@@ -6,6 +6,7 @@ import os
 import pytest
 
 import card
+import full
 
 
 @pytest.fixture(autouse=card.ON_CARD)
@@ -33,6 +34,11 @@ def pytest_runtest_logreport(report) -> None:
         text = [line[1:].strip() for line in str(report.longrepr).splitlines() if line.startswith("E ")]
         with open(path, "a") as out:
             out.write(f"{report.nodeid} ({report.when}): {' | '.join(text[:4])[:400]}\n")
+
+
+def pytest_collection_modifyitems(config, items) -> None:
+    if not os.environ.get("STH_TEST_FULL"):
+        full.leave_out(config, items)
 
 
 def pytest_collection_finish(session) -> None:

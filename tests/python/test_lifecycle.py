@@ -25,6 +25,7 @@ from test_copies import plain
 
 
 
+@pytest.mark.combinations("a wrap fails elsewhere with each share")
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.9])
 def test_a_failed_wrap_leaves_the_model_as_it_was(share, dtype):

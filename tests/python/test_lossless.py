@@ -343,6 +343,84 @@ def test_a_captured_graph_contains_the_expansion():
     runtime.shutdown()
 
 
+def slow_link(budget):
+    """The link is the bound: its time is virtual, in which the host's compute takes none."""
+    return _core.Device("sim", memory_bytes=2 * budget, link_bytes_per_s=10**9, virtual_time=True)
+
+
+def fewest_bytes(runtime) -> float:
+    """That cross the link in a step where only plain units stay, beside the same stages and ring."""
+    packed = [unit for unit in runtime.stats["units"] if unit["transfer_bytes"] < unit["bytes"]]
+    share = min(unit["transfer_bytes"] / unit["bytes"] for unit in packed)
+    stats, plan = runtime.stats, runtime.plan
+    return share * (plan["total_bytes"] - (stats["budget"] - stats["stage_bytes"] - plan["ring_bytes"]))
+
+
+@card.simulated_only
+@pytest.mark.parametrize("mode", ["layer", "block"])
+def test_units_stay_on_the_device_packed_where_the_link_is_the_bound(mode):
+    model = wide(8, 128)
+    want, x = aligned_copy(model), torch.randn(4, 128).bfloat16()
+    budget = budget_of(model)
+    if mode == "layer":
+        runtime = wrapped(model, device=slow_link(budget))
+    else:
+        config = stagehand.StagehandConfig(vram_budget=budget, transfer="lossless")
+        runtime = stagehand.StagehandRuntime(model, config, block_pattern=r"^blocks\.\d+$", device=slow_link(budget),
+                                             inference_mode=True)
+    for _ in range(12):
+        if mode == "block":
+            runtime.begin_step()
+        before = runtime.stats["h2d_bytes"]
+        got = forward(model, x)
+        if mode == "block":
+            runtime.end_step()
+        assert same(got, forward(want, x))
+    stats = runtime.stats
+    assert 0 < runtime.plan["packed_bytes"] <= stats["packed_bytes"] <= stats["device_bytes"] <= stats["budget"]
+    assert stats["h2d_bytes"] - before == runtime.plan["bytes_per_step"] < fewest_bytes(runtime)
+    runtime.shutdown()
+
+
+@pytest.mark.parametrize("share", [0.3, 0.9])
+def test_host_memory_is_taken_for_units_that_stream_or_stay_packed_alone(share):
+    """Where nearly all fits some units are left as they are, and take no memory beside their masters."""
+    model = wide(12, 128)
+    want, x = aligned_copy(model), torch.randn(4, 128).bfloat16()
+    budget = budget_of(model, share)
+    runtime = wrapped(model, vram_budget=budget, device=slow_link(budget))
+    said = runtime.quantised
+    for _ in range(3):
+        assert same(forward(model, x), forward(want, x))
+    packed = [unit for unit in runtime.stats["units"] if unit["transfer_bytes"] < unit["bytes"]]
+    stay = [name for name, why in said["left"].items() if why == "it stays on the device"]
+    assert len(packed) + len(stay) == len(runtime.stats["units"])
+    assert said["host_bytes"] >= sum(unit["transfer_bytes"] for unit in packed) > 0
+    assert said["host_bytes"] < 0.75 * sum(unit["bytes"] for unit in packed)
+    assert len(stay) >= 5 if share == 0.9 else len(stay) <= 3
+    runtime.shutdown()
+
+
+@card.simulated_only
+def test_training_over_a_base_that_stays_packed():
+    model = with_adapters(wide(8, 128, torch.float32))
+    want = copy.deepcopy(model)
+    runtime = wrapped(model, trainables="host", device=slow_link(budget_of(model)))
+    losses = []
+    for m in (model, aligned_copy(want)):
+        optimizer = torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=1e-2)
+        for i in range(8):
+            torch.manual_seed(i)
+            loss = m(torch.randn(4, 128)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[:8] == losses[8:]
+    assert runtime.stats["packed_bytes"] > 0
+    runtime.shutdown()
+
+
 SIZES = {"BF16": (2, 1408), "F16": (2, 1792), "F32": (4, 3456)}  # bytes of a value and of a tile
 
 

@@ -25,7 +25,7 @@ from stagehand import activation  # noqa: E402
 pytestmark = pytest.mark.skipif(card.ON_CARD, reason="the samples are the CPU's")
 
 MOST = 12  # samples of an operator; every STRIDE-th of them, or up to the first that has a gradient
-STRIDE = 4
+STRIDE = 8
 DTYPES = [torch.float32, torch.float64, *([torch.complex64] if FULL else [])]
 
 # Operators whose gradients PyTorch cannot differentiate again on the CPU, although its table says so.

@@ -354,6 +354,7 @@ class Renamed(nn.Module):
             state[f"{prefix}inner.{name[len(prefix) + 4:]}"] = state.pop(name)
 
 
+@pytest.mark.combinations("each form is loaded by code of its own")
 @pytest.mark.parametrize("where", ["model", "a block", "a module around it", "renamed by a hook"])
 @pytest.mark.parametrize("form", ["v3-int4", "svdquant", "v2", "in full", "in full, sent as int8"])
 def test_a_state_that_cannot_be_loaded_changes_nothing(tmp_path, form, where):
@@ -555,6 +556,7 @@ def failing_pass(model, x):
     return str(caught.value)
 
 
+@pytest.mark.combinations("each form is read by code of its own")
 @pytest.mark.parametrize("form", ["v2", "svdquant-smooth"])
 @pytest.mark.parametrize("expand", [True, False])
 @pytest.mark.parametrize("how", ["written", "truncated"])

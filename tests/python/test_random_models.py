@@ -17,7 +17,7 @@ WITHOUT = {
     "sums": "gradients of one call are summed on the device, those of several on the host (docs/training.md)",
 }
 SLICE = 500 if FULL else 100  # each is a process that imports PyTorch
-TRIALS = 20_000 if FULL else 200
+TRIALS = 20_000 if FULL else 100
 
 
 @pytest.mark.parametrize("first", range(1, TRIALS + 1, SLICE))

@@ -17,9 +17,16 @@
 #include "stream/world.h"
 #include "support/check.h"
 
-enum { UNITS = 3, SECONDS = 100 };
+enum { UNITS = 3, MANY = 4, SECONDS = 100 };
+static bool ever_packed;
 static const uint64_t BYTES[UNITS] = {9000, 3000, 20000};
-static const uint32_t FORWARD[UNITS] = {0, 1, 2}, OTHER[UNITS] = {2, 0, 1};
+typedef enum turn { FORWARD, OTHER } turn; /* OTHER: the last one first */
+
+static sth_status step_of(world *w, turn which) {
+    uint32_t order[MANY];
+    for (uint32_t i = 0; i < w->units; i++) order[i] = which == FORWARD ? i : (i + w->units - 1) % w->units;
+    return world_step(w, order, w->units, 20000);
+}
 
 typedef struct scenario {
     sthi_fault_kind kind;
@@ -52,8 +59,8 @@ static void assert_sound(const scenario *s, world *w) {
                  s->forever ? " and on" : "", why);
 }
 
-static void try_step(const scenario *s, world *w, const uint32_t *order) {
-    expect(s, world_step(w, order, UNITS, 20000), "step");
+static void try_step(const scenario *s, world *w, turn which) {
+    expect(s, step_of(w, which), "step");
     assert_sound(s, w);
     if (w->runtime->step.open) expect(s, sthi_step_end(w->runtime), "end");
     assert_sound(s, w);
@@ -79,6 +86,7 @@ static bool play(const scenario *s) {
         try_step(s, &w, FORWARD);
         write_one(s, &w);
         try_step(s, &w, FORWARD);
+        ever_packed = ever_packed || w.runtime->expand.packed;
         try_step(s, &w, OTHER);
         expect(s, sthi_runtime_set_budget(w.runtime, s->spec.budget - 4096), "budget");
         assert_sound(s, &w);
@@ -87,7 +95,7 @@ static bool play(const scenario *s) {
     if (rc == STH_OK && s->n % 3) { /* else it ends while calls still fail */
         sthi_fault_disarm_all();
         for (int i = 0; i < 3; i++) {
-            assert_ok(world_step(&w, i == 1 ? OTHER : FORWARD, UNITS, 20000));
+            assert_ok(step_of(&w, i == 1 ? OTHER : FORWARD));
             assert_sound(s, &w);
         }
     }
@@ -127,6 +135,16 @@ static world_spec packed(bool staged_too) {
     return spec;
 }
 
+/* Of it some stays on the device packed. */
+static world_spec stays(void) {
+    static uint64_t bytes[MANY];
+    for (uint32_t i = 0; i < MANY; i++) bytes[i] = i % 2 ? 512 : 16384;
+    world_spec spec = world_default(MANY, bytes, 43000);
+    spec.packed = STH_TRANSFER_LOSSLESS;
+    spec.link = UINT64_C(10000000);
+    return spec;
+}
+
 static void loop(sthi_fault_kind kind, world_spec spec) {
     for (int forever = 0; forever < 2; forever++) {
         scenario s = {kind, forever, spec, 1};
@@ -144,6 +162,9 @@ static void any_allocation(void **state) {
     loop(STHI_FAULT_ALLOC, writable());
     loop(STHI_FAULT_ALLOC, follows_the_lookahead());
     loop(STHI_FAULT_ALLOC, packed(false));
+    ever_packed = false;
+    loop(STHI_FAULT_ALLOC, stays());
+    assert_true(ever_packed);
 }
 
 static void any_registration(void **state) {
@@ -167,6 +188,7 @@ static void any_device_allocation(void **state) {
     loop(STHI_FAULT_DEVICE_ALLOC, staged());
     loop(STHI_FAULT_DEVICE_ALLOC, follows_the_lookahead());
     loop(STHI_FAULT_DEVICE_ALLOC, packed(false));
+    loop(STHI_FAULT_DEVICE_ALLOC, stays());
 }
 
 static void any_device_call(void **state) {
@@ -177,6 +199,7 @@ static void any_device_call(void **state) {
     loop(STHI_FAULT_DEVICE_CALL, follows_the_lookahead());
     loop(STHI_FAULT_DEVICE_CALL, packed(false));
     loop(STHI_FAULT_DEVICE_CALL, packed(true));
+    loop(STHI_FAULT_DEVICE_CALL, stays());
 }
 
 /* With readers at work the n-th call is another one each time. */

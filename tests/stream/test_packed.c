@@ -202,6 +202,124 @@ static void bad_segments_are_refused(void **state) {
     world_close(&w);
 }
 
+static uint64_t packed_bytes_of(world *w) {
+    sth_prediction p;
+    assert_ok(sthi_runtime_prediction(w->runtime, &p));
+    return p.packed_bytes;
+}
+
+enum { MANY = 24 };
+static uint64_t many_bytes[MANY];
+static uint32_t many_order[MANY], other_order[MANY];
+
+/* Every other one is packed; the link is the bound. */
+static world_spec many(uint64_t budget) {
+    for (uint32_t i = 0; i < MANY; i++) {
+        many_bytes[i] = i % 2 ? 512 : 65536;
+        many_order[i] = i;
+        other_order[i] = (i + 10) % MANY;
+    }
+    world_spec spec = world_default(MANY, many_bytes, budget);
+    spec.packed = STH_TRANSFER_LOSSLESS;
+    spec.link = UINT64_C(100000000);
+    return spec;
+}
+
+/* The link is the bound: units stay packed, less crosses it than with as many bytes of the budget for plain residents,
+ * as the plan says, and each use sees its bytes, also after a write, a smaller budget and a larger one. */
+static void units_stay_packed_where_the_link_is_the_bound(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = many(614000);
+    spec.read_only = false;
+    spec.flags = STH_UNIT_WATCHED;
+    assert_ok(world_open(&w, &spec));
+    for (int k = 0; k < 8; k++) assert_ok(world_step(&w, many_order, MANY, 1000));
+    uint64_t stays = packed_bytes_of(&w), before = stats_of(&w).h2d_bytes;
+    assert_true(stays > 0);
+    for (int k = 0; k < 4; k++) assert_ok(world_step(&w, many_order, MANY, 1000));
+    sth_prediction p;
+    assert_ok(sthi_runtime_prediction(w.runtime, &p));
+    assert_int_equal((stats_of(&w).h2d_bytes - before) / 4, p.bytes_per_step);
+    assert_true(stats_of(&w).device_bytes >= stays);
+    for (uint8_t version = 1; version < 4; version++) {
+        for (uint32_t i = 0; i < MANY; i++) world_fill(&w, i, version == 2 ? WORLD_WILD : version);
+        for (int k = 0; k < 3; k++) assert_ok(world_step(&w, many_order, MANY, 1000));
+    }
+    world_close(&w);
+}
+
+static void sound_steps(world *w, const uint32_t *order, int n) {
+    for (int i = 0; i < n; i++) {
+        const char *why;
+        assert_ok(world_step(w, order, MANY, 1000));
+        if (!sthi_runtime_check(w->runtime, &why)) fail_msg("%s", why);
+        sth_runtime_stats s = stats_of(w);
+        assert_true(s.device_bytes <= s.budget);
+    }
+}
+
+/* Each budget from what holds hardly anything to all, down and up; and steps in another order, which load on demand. */
+static void packed_units_follow_the_budget_and_the_order(void **state) {
+    (void)state;
+    world w;
+    uint64_t stayed = 0;
+    world_spec spec = many(900000);
+    assert_ok(world_open(&w, &spec));
+    for (int way = 0; way < 2; way++)
+        for (int k = 0; k <= 9; k++) {
+            assert_ok(sthi_runtime_set_budget(w.runtime, 300000 + (uint64_t)(way ? k : 9 - k) * 60000));
+            sound_steps(&w, many_order, 3);
+            stayed += stats_of(&w).packed_bytes > 0;
+            sound_steps(&w, other_order, 1);
+            sound_steps(&w, many_order, 1);
+        }
+    assert_true(stayed >= 4);
+    world_close(&w);
+}
+
+/* Models that take turns on a device that holds one of them. */
+static void packed_units_give_way_to_another_model_and_come_back(void **state) {
+    (void)state;
+    sth_sim_options sim;
+    sth_sim_options_init(&sim);
+    sim.memory_bytes = 800000;
+    sim.virtual_time = true;
+    sim.link_bytes_per_s = UINT64_C(100000000);
+    world_spec spec = many(614000);
+    assert_ok(sthi_device_open("sim", &sim, &spec.device));
+    world a, b;
+    uint64_t stayed = 0;
+    spec.name = "a";
+    assert_ok(world_open(&a, &spec));
+    sound_steps(&a, many_order, 8);
+    assert_true(stats_of(&a).packed_bytes > 0);
+    spec.name = "b";
+    assert_ok(world_open(&b, &spec));
+    for (int turn = 0; turn < 4; turn++) {
+        sound_steps(&b, many_order, 8);
+        stayed += stats_of(&b).packed_bytes > 0;
+        assert_true(stats_of(&a).device_bytes + stats_of(&b).device_bytes <= sim.memory_bytes);
+        sound_steps(&a, many_order, turn % 2 ? 1 : 5);
+    }
+    assert_true(stayed > 0);
+    world_close(&a);
+    sound_steps(&b, many_order, 2);
+    world_close(&b);
+    sthi_device_release(spec.device);
+}
+
+/* Compute is the bound: none stays packed. */
+static void none_stays_packed_where_compute_is_the_bound(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = packed(STH_TRANSFER_LOSSLESS, 200000);
+    assert_ok(world_open(&w, &spec));
+    steps(&w, 8, 10000000);
+    assert_int_equal(packed_bytes_of(&w), 0);
+    world_close(&w);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_use_sees_what_its_packed_image_says),
@@ -210,6 +328,10 @@ int main(void) {
         cmocka_unit_test(a_written_master_is_encoded_again),
         cmocka_unit_test(values_that_do_not_pack_cross_as_they_are),
         cmocka_unit_test(lossless_bytes_are_fewer_on_the_link),
+        cmocka_unit_test(units_stay_packed_where_the_link_is_the_bound),
+        cmocka_unit_test(packed_units_follow_the_budget_and_the_order),
+        cmocka_unit_test(packed_units_give_way_to_another_model_and_come_back),
+        cmocka_unit_test(none_stays_packed_where_compute_is_the_bound),
         cmocka_unit_test(bad_segments_are_refused),
     };
     return cmocka_run_group_tests_name("packed", tests, NULL, NULL);

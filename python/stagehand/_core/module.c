@@ -112,7 +112,8 @@ static PyMethodDef functions[] = {
     {"first_residents", first_residents, METH_VARARGS,
      "first_residents(units, budget, /)\n--\n\n"
      "Which units a plan on the order given, with no compute times known, would keep on the device: a list\n"
-     "of bools. units: (bytes, UNIT_ flags, bytes over the link or 0). Raises StagehandOOMError."},
+     "of bools. units: (bytes, UNIT_ flags, bytes over the link or 0, bytes on the device where it may stay\n"
+     "packed there or 0); one that stays packed is False. Raises StagehandOOMError."},
     {"choose_trainables", (PyCFunction)(void (*)(void))choose_trainables, METH_VARARGS | METH_KEYWORDS,
      "choose_trainables(weights, *, room=0, slack=0, link_bytes_per_s=0, wanted=False)\n--\n\n"
      "(for each weight the name of its home, a key of HOMES, bytes on the device) of weights that are\n"

@@ -602,9 +602,9 @@ static PyMethodDef runtime_methods[] = {
     {"stats", runtime_stats, METH_NOARGS,
      "stats()\n--\n\n"
      "A dict of counters since seal: bytes (budget, device_bytes, device_peak, resident_bytes,\n"
-     "in_flight_bytes, h2d_bytes, mapped_bytes, d2h_bytes, staging_bytes), counts (copies, joined_copies,\n"
-     "demand_loads, evictions, host_waits, steps, replans, deviations, yields), limit (the part of the budget\n"
-     "that others on the device leave), parked, staging_pinned, planned, link_bytes_per_s."},
+     "in_flight_bytes, h2d_bytes, mapped_bytes, d2h_bytes, staging_bytes, packed_bytes), counts (copies,\n"
+     "joined_copies, demand_loads, evictions, host_waits, steps, replans, deviations, yields), limit (the\n"
+     "part of the budget that others on the device leave), parked, staging_pinned, planned, link_bytes_per_s."},
     {"files", runtime_files, METH_NOARGS,
      "files()\n--\n\n"
      "One dict for each file that units stream from: path, way (\"io_uring\", \"direct\", \"page cache\",\n"
@@ -612,7 +612,7 @@ static PyMethodDef runtime_methods[] = {
     {"prediction", runtime_prediction, METH_NOARGS,
      "prediction()\n--\n\n"
      "What the plan in force predicts, a dict: step_ns, compute_ns, link_ns, stall_ns,\n"
-     "lower_bound_ns, bytes_per_step, resident_bytes, ring_bytes, streamed_bytes, total_bytes,\n"
+     "lower_bound_ns, bytes_per_step, resident_bytes, packed_bytes, ring_bytes, streamed_bytes, total_bytes,\n"
      "bound_by (\"compute\", \"link\" or \"ring\")."},
     {"metrics", KEYWORDS(runtime_metrics),
      "metrics(i=0)\n--\n\n"

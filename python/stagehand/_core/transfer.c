@@ -196,8 +196,9 @@ PyObject *transfer_decode(PyObject *module, PyObject *args) {
 
 static bool parse_unit(PyObject *item, sth_plan_unit *out) {
     *out = (sth_plan_unit){0};
-    return PyTuple_Check(item) && PyArg_ParseTuple(item, "O&O&O&;a unit is (bytes, flags, transfer bytes)", to_u64,
-                                                   &out->bytes, to_u32, &out->flags, to_u64, &out->transfer_bytes);
+    return PyTuple_Check(item) && PyArg_ParseTuple(item, "O&O&O&O&;a unit is (bytes, flags, over the link, packed)",
+                                                   to_u64, &out->bytes, to_u32, &out->flags, to_u64,
+                                                   &out->transfer_bytes, to_u64, &out->packed_bytes);
 }
 
 static PyObject *residents(sth_plan_unit *units, sth_plan_use *uses, uint32_t count, uint64_t budget) {

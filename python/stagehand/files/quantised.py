@@ -1,7 +1,8 @@
 """Packed transfer: which units of a session cross the link quantised or losslessly packed, and their packed images.
 
 Decided once, when a session opens, from the first plan: what it streams and may be packed is; what it keeps on the
-device keeps its full precision. Later plans change nothing of that, so that results never drift.
+device keeps its full precision. Later plans change nothing of that, so that results never drift. Lossless: a unit that
+the plan keeps on the device packed is one that it streams.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ nn = torch.nn
 LOSSLESS = "lossless"
 ENCODINGS = (LOSSLESS, "int8", "fp8", "int4")
 NO_GAIN = "it would not shrink by a tenth"
+LESS_ROOM = 16
 LEAST_ELEMENTS = 4096  # smaller weights gain nothing
 TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -105,7 +107,8 @@ class Quantised:
         decoded = session.source.decoded if session.source is not None else {}
         ram = {entry.name: {"reason": decoded[entry.name][0], "bytes": decoded[entry.name][1]}
                for _, entry in entries if entry.name in decoded}
-        return {"encoding": self.encoding, "error": errors, "left": dict(self.left), "files": files, "decoded": ram}
+        return {"encoding": self.encoding, "error": errors, "left": dict(self.left), "files": files, "decoded": ram,
+                "host_bytes": sum(packed.nbytes for packed in self.packed.values())}
 
     # ------------------------------------------------------------------ choosing
 
@@ -120,12 +123,16 @@ class Quantised:
         if not any(isinstance(image, Packed) for image in images):
             return
         sizes = [(unit.nbytes, _core.UNIT_KEEP if id(unit) in session.needs.keeps else 0,
-                  min(unit.nbytes, image.nbytes) if image else 0) for unit, image in zip(streamed, images)]
+                  min(unit.nbytes, image.nbytes) if image else 0, self._may_stay(unit, image))
+                 for unit, image in zip(streamed, images)]
         room = session.budget - session.stay.reserved
         if sum(size[0] for size in sizes) <= room:
             keep = [True] * len(sizes)
         else:
-            keep = _core.first_residents(sizes, max(0, room - session.needs.stages * _largest(images)))
+            room = max(0, room - session.needs.stages * _largest(images))
+            if not self.rounds:
+                room -= room // LESS_ROOM  # later plans may have less, and units without an image cross in full
+            keep = _core.first_residents(sizes, room)
         for unit, packed, resident in zip(streamed, images, keep):
             if not isinstance(packed, Packed):
                 continue
@@ -133,6 +140,10 @@ class Quantised:
                 self.left.update((name, "it stays on the device") for name in packed.names)
             else:
                 self.packed[id(unit)] = packed
+
+    def _may_stay(self, unit, image) -> int:
+        """Bytes on the device of a unit that may stay there packed; 0: it may not."""
+        return min(unit.nbytes, round_up(image.nbytes)) if isinstance(image, Packed) and not self.rounds else 0
 
     def segment(self, session, weight, owners: list) -> bytes | None:
         """How a weight that streams may cross the link packed, for the core's budget_advice; None: it crosses as it is.

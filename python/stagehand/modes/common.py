@@ -117,7 +117,8 @@ class SessionRuntime(Owning, Residency):
     @property
     def quantised(self) -> dict:
         """What crosses the link in fewer bits: {"encoding": str or None, "error": tensor name -> relative error of its
-        unit, "left": tensor name -> why it crosses in full}. Of a quantised file, "files": tensor name -> the encoding
+        unit, "left": tensor name -> why it crosses in full, "host_bytes": of host memory that packed bytes take beside
+        the weights}. Of a quantised file, "files": tensor name -> the encoding
         in which it streams from there, "decoded": tensor name -> {"reason": why it does not, "bytes": of host memory
         that its values take}."""
         session = self._opened()

@@ -8,6 +8,7 @@
 #include "load/queue.h"
 #include "load/room.h"
 #include "load/stages.h"
+#include "load/stays.h"
 #include "runtime/budget.h"
 #include "runtime/drops.h"
 #include "runtime/extents.h"
@@ -52,6 +53,7 @@ static void lend(sth_runtime *rt, uint64_t bytes) {
     rt->program.on = rt->planned.homes = false;
     sthi_cancel_queue(rt);
     uint64_t has = sthi_held_bytes(rt);
+    sthi_stays_free(rt);
     if (rt->extents.demand != STH_NONE) sthi_extent_release(rt, rt->extents.demand);
     if (rt->extents.ring != STH_NONE) sthi_extent_release(rt, rt->extents.ring);
     for (uint32_t x = rt->places.extent_end; x-- && has - sthi_held_bytes(rt) < bytes;)

@@ -24,6 +24,7 @@ SLOW = 5e7  # bytes/s
 LEAVES = r"^blocks\.\d+\.(norm|up|down)$"
 
 
+@pytest.mark.combinations("window and grain decide what waits")
 @pytest.mark.parametrize("grain", ["leaf", "block"])
 @pytest.mark.parametrize("window", [0, 1, 3])
 @pytest.mark.parametrize("tier", ["ram", "disk"])

@@ -143,6 +143,7 @@ def both(prepare, build=Blocks, mode="layer", before=True, frozen=False, **optio
 # ---------------------------------------------------------------------- 217
 
 
+@pytest.mark.combinations("each may be the only test of a fault")
 @pytest.mark.parametrize("before, mode", [(True, "layer"), (False, "layer"), (True, "block"), (False, "block")])
 @pytest.mark.parametrize("way", ["to", "data"])
 def test_217_layers_cast_by_hooks_run(way, before, mode):
@@ -630,6 +631,7 @@ def test_205_parts_of_what_a_region_computed():
         assert s.same(p.grad, q.grad), name
 
 
+@pytest.mark.combinations("each may be the only test of a fault")
 @pytest.mark.parametrize("grad, mode", [(torch.no_grad, "layer"), (torch.enable_grad, "block")])
 @pytest.mark.parametrize("write", ["in place", "optimizer", "load_state_dict"])
 def test_205_a_write_inside_a_region_is_never_mixed(write, grad, mode):

@@ -40,6 +40,7 @@ def end_after_each(net, xs, end):
         end(net)
 
 
+@pytest.mark.combinations("each may be the only test of a fault")
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("pattern", [two_forwards, one_graph_twice, four_then_end, end_after_each])
 def test_12_several_backwards_add_up(pattern, held):

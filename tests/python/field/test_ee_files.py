@@ -639,6 +639,7 @@ def modes(path):
     return {stat.S_IMODE(one.stat().st_mode) for one in (path, *inside) if not one.is_dir()}
 
 
+@pytest.mark.combinations("mode and umask make the result's mode together")
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o000])
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o644, 0o666, 0o400, 0o604])
 def test_232_results_are_read_by_nobody_who_may_not_read_the_source(tmp_path, mode, mask):

@@ -95,6 +95,7 @@ WAYS = {
 }
 
 
+@pytest.mark.combinations("each may be the only test of a fault")
 @pytest.mark.parametrize("mode", ["training", "inference"])
 @pytest.mark.parametrize("way", WAYS)
 def test_59_weights_written_between_passes(way, mode):
@@ -163,6 +164,7 @@ def roomy(model):
     return 3 * s.nbytes(model[0]) + 4096
 
 
+@pytest.mark.combinations("each may be the only test of a fault")
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("kind", [ShrinkingData, NewData, Between, Column])
 def test_own_what_a_forward_writes_into_its_own_weight_in_any_way(kind, frozen):

@@ -112,6 +112,7 @@ def step(net, x, optimizer):
     return loss.detach().clone()
 
 
+@pytest.mark.combinations("each may be the only test of a fault")
 @pytest.mark.parametrize("budget", [100_000, 1_000_000])
 @pytest.mark.parametrize("way", WAYS)
 def test_201_a_weight_that_is_taken_out_and_put_back_trains(way, budget):
@@ -128,6 +129,7 @@ def test_201_a_weight_that_is_taken_out_and_put_back_trains(way, budget):
     assert s.same(list(model.parameters()), list(ref.parameters()))
 
 
+@pytest.mark.combinations("each may be the only test of a fault")
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("way", WAYS)
 def test_201_leases_of_such_weights_end_in_inference(way, context):

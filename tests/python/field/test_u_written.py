@@ -277,6 +277,7 @@ def table(net):
     yield
 
 
+@pytest.mark.combinations("each may be the only test of a fault")
 @card.on_the_host
 @pytest.mark.parametrize("inference_mode", [False, True])
 @pytest.mark.parametrize("edits", [vector, swap, swap_one_of_a_unit, array, crosswise, one_memory, table])

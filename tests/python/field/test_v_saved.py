@@ -66,6 +66,7 @@ def run(function, x, seed=0):
     return [loss.detach().clone(), x.grad.clone()]
 
 
+@pytest.mark.combinations("each may be the only test of a fault")
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("name", WRITTEN_LATER)
 def test_202_203_what_is_written_after_it_was_saved(name, budget):
@@ -89,6 +90,7 @@ CELLS = {
 }
 
 
+@pytest.mark.combinations("each may be the only test of a fault")
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("name", CELLS)
 def test_202_recurrent_layers(name, budget):

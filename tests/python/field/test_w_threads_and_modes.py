@@ -459,6 +459,7 @@ def test_209_a_graph_of_proxies_would_keep_weights_and_is_refused():
         assert s.same(model(x), ref(x))
 
 
+@pytest.mark.combinations("each may be the only test of a fault")
 @pytest.mark.parametrize("mode", ["layer", "block"])
 @pytest.mark.parametrize("how", ["meta", "float64", "both"])
 def test_209_defaults_for_new_tensors_are_not_for_ours(how, mode):

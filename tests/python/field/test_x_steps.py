@@ -88,6 +88,7 @@ BACKWARDS = {
 }
 
 
+@pytest.mark.combinations("each may be the only test of a fault")
 @pytest.mark.parametrize("how", BACKWARDS)
 @pytest.mark.parametrize("after", [ended, lambda net: None], ids=["end_step", "next pass"])
 @pytest.mark.parametrize("build", [s.Stack, Checkpointed])
@@ -282,6 +283,7 @@ def trainings():
     return [clip, fresh, by_hand, in_data, by_module, groups]
 
 
+@pytest.mark.combinations("each may be the only test of a fault")
 @card.on_the_host
 @pytest.mark.parametrize("update", trainings(), ids=lambda f: f.__name__)
 @pytest.mark.parametrize("where", ["backward", "forward", "step"])

@@ -120,6 +120,7 @@ def test_235_a_runtime_is_a_context_that_ends_with_its_shutdown(kind):
         assert not {"_stagehand_layer_runtime", "_stagehand_runtime", "forward"} & set(vars(thing.model))
 
 
+@pytest.mark.combinations("each may be the only test of a fault")
 @pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("mode", ["layer", "block"])
 def test_235_the_model_is_plain_with_its_values_after_the_block(mode, error):

@@ -18,6 +18,7 @@ def pinned(model) -> int:
     return stats["pinned_bytes"] - stats["staging_bytes"]
 
 
+@pytest.mark.combinations("each mode bounds pins by itself")
 @pytest.mark.parametrize("bound", BOUNDS)
 @pytest.mark.parametrize("mode", ["layer", "block"])
 def test_226_no_more_of_the_weights_is_pinned_than_ram_budget_says(mode, bound):
