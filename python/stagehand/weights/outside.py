@@ -89,6 +89,8 @@ class Outside:
 
     def look(self, end: bool = False) -> None:
         """Ends leases that are over. end: all of them, with the pass."""
+        if not (self.held or self.apart):  # as in nearly all calls
+            return
         held, self.held[:] = list(self.held), []
         of_each = Counter(lease.storage for lease in held)
         for lease in held:

@@ -455,15 +455,11 @@ def drop_stale_hooks() -> None:
 
 
 def saver(session, plan, frame) -> Saver | None:
-    """Hooks for the call that begins, where autograd records and lets hooks be set."""
-    if not may_save(plan.module):
+    """Hooks for the call that begins, where autograd records and lets hooks be set, and the module does not say
+    otherwise."""
+    if not (AVAILABLE and torch.is_grad_enabled() and hooks_enabled() and getattr(plan.module, OPT_OUT, True)):
         return None
     return Saver(session, plan, frame)
-
-
-def may_save(module) -> bool:
-    """Whether autograd records and lets hooks be set, and the module does not say otherwise."""
-    return AVAILABLE and torch.is_grad_enabled() and hooks_enabled() and getattr(module, OPT_OUT, True)
 
 
 def hooks_stand() -> bool:
