@@ -31,7 +31,7 @@ class Part(nn.Module):
 
 
 class Model(nn.Module):
-    """Checkpoints whose parts are called at a backward's own level: the function that is computed again is no module."""
+    """What its checkpoints compute again is a function, which calls a part: each call of a part is a pass."""
 
     def __init__(self, count=6):
         super().__init__()

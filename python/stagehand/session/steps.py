@@ -48,9 +48,9 @@ class Steps:
 
     # Of its session.
     USES = """casts.settle check_process closed core ending finding given images.follow_masters images.renew
-        inference_mode local options regions.find_due regions.found regions.put_back_left stay.asking stay.come_back
-        stay.make_way stay.others_go_home stay.tell_arbiters streaming tables.let_write tables.pass_begins trained.settle
-        writes.refuse_lost_writes writes.settle writes.undo_lost_writes"""
+        inference_mode local options regions.find_due regions.found regions.put_back_left stay.asking
+        stay.come_back stay.make_way stay.others_go_home stay.tell_arbiters streaming tables.let_write
+        tables.pass_begins trained.settle writes.refuse_lost_writes writes.settle writes.undo_lost_writes"""
 
     def __init__(self, session) -> None:
         self._session = session
