@@ -190,6 +190,8 @@ class Session(NotCopied):
         items = self.takeover.outside()
         self.stay.open_with(items)
         options = {**devices.allocator(self.target), **self.options}
+        if options.get("ram_budget"):
+            options["ram_budget"] -= self.tables.ram_share()
         self.core, self.telemetry_path = telemetryfile.open_with(
             options.pop("telemetry_path", None), lambda path: _core.Runtime(
                 self.target.core, self.budget, reserved=0 if self.stay.away else self.stay.reserved,
