@@ -1,5 +1,7 @@
 """Parts that a backward computes again: what the pass of such a part looks at when it begins and ends."""
 
+from collections import OrderedDict, namedtuple
+
 import pytest
 import torch
 from support import aligned_copy, nbytes, runtime, same, wrap
@@ -8,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stagehand
 from stagehand._torch import top_hooks
+from stagehand.session.session import may_be_on_host
 from stagehand.weights.hooks import Frame
 from stagehand.weights.saved import Saver, in_backward
 
@@ -145,3 +148,12 @@ def test_a_dispatch_mode_sees_the_operators_of_the_plain_model_in_a_part_that_is
             trained(one)
         seen.append(mode.names)
     assert seen[0] == seen[1]
+
+
+def test_inputs_are_walked_through_where_a_tensor_may_be_on_the_host():
+    away, here, named = torch.empty(2, device="meta"), torch.empty(2), namedtuple("Named", "x")
+    for value in (away, None, 3, "text", torch.float16, (away, [away, {"x": away}]), ((), {}), nn.Parameter(away)):
+        assert not may_be_on_host(value), value
+    for value in (here, nn.Parameter(here), (away, here), [away, {"x": (here,)}], ((away,), {"x": here}),
+                  named(away), {1}, object(), OrderedDict(x=away)):
+        assert may_be_on_host(value), value
