@@ -48,9 +48,9 @@ class Steps:
 
     # Of its session.
     USES = """casts.settle check_process closed core ending finding given images.follow_masters images.renew
-        inference_mode local options regions.find_due regions.put_back_left stay.asking stay.come_back stay.make_way
-        stay.others_go_home stay.tell_arbiters streaming tables.let_write tables.pass_begins trained.settle
-        writes.refuse_lost_writes writes.settle writes.undo_lost_writes"""
+        inference_mode local options regions.find_due regions.found regions.put_back_left stay.asking
+        stay.come_back stay.make_way stay.others_go_home stay.tell_arbiters streaming tables.let_write
+        tables.pass_begins trained.settle writes.refuse_lost_writes writes.settle writes.undo_lost_writes"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -152,6 +152,9 @@ class Steps:
         session, local = self._session, self._local
         session.check_process()
         passes_by = False
+        if self._computes_again():
+            local.enter(token)
+            return passes_by
         try:
             if local.idle():
                 self.recover()
@@ -168,6 +171,12 @@ class Steps:
             raise
         return passes_by
 
+    def _computes_again(self) -> bool:
+        """Whether the thread is in a backward that is known, and nothing is left of passes before: one that begins has
+        nothing to do."""
+        return (_task() in self.backwards and self._local.quiet() and not self._session.regions.found
+                and not observed())
+
     def end_passage(self, token: Pass, passes_by: bool) -> None:
         """The call of a part is over, or could not begin."""
         local = self._local
@@ -175,7 +184,8 @@ class Steps:
         passes.pop(token, None)
         local.depth = len(passes)
         if not passes:
-            local.ended()
+            if not local.quiet():
+                local.ended()
             self._session.casts.settle()
         if passes_by:
             with self.lock:
@@ -188,7 +198,7 @@ class Steps:
 
     def refuse_lost_writes(self) -> None:
         """At the end of a pass that no other one is round."""
-        if len(self._local.passes) == 1:
+        if len(self._local.passes) == 1 and not self._local.outside.quiet():
             self._session.writes.refuse_lost_writes()
 
     @apart_from_caller

@@ -32,7 +32,7 @@ from .fileweight import list_flat
 from .leased import as_upload, carry_attributes, follow_data, has_attributes, is_torchs_own, refuse_recorded_write
 from .masters import Masters
 from .outside import Outside
-from .saved import advise, drop_stale_hooks, empty_out, handles_stand, in_backward, saver
+from .saved import advise, drop_stale_hooks, empty_out, handles_stand, in_backward, saver, stale_hooks
 from .through import tell_uses
 from .wrapping import SHOWN, Wrapping, master_behind
 
@@ -89,6 +89,10 @@ class Local(threading.local):
         for token in [token for token in self.passes if not token.held and token not in calls]:
             del self.passes[token]
         self.depth = len(self.passes)
+
+    def quiet(self) -> bool:
+        """Whether a pass that begins or ends has nothing to recover or to take back."""
+        return not (self.frames or self.lent or stale_hooks()) and self.outside.quiet()
 
     def recover(self) -> None:
         """At the start of a pass: what an interrupt in the middle of a call's end has left."""

@@ -102,6 +102,10 @@ class Outside:
             apart, self.apart = self.apart, []
             self.lost += [(unit, name) for seen, version, unit, name in apart if seen._version != version]
 
+    def quiet(self) -> bool:
+        """Whether there is nothing to look at or to forget."""
+        return not (self.held or self._others or self.apart or self.lost)
+
     def forget(self) -> None:
         self.held.clear()
         self._others.clear()
