@@ -1055,7 +1055,8 @@ def test_ten_thousand_objects_leak_nothing(device):
 def test_the_interpreter_may_end_with_everything_open():
     script = textwrap.dedent(
         """
-        import sys, threading
+        import sys, threading, warnings
+        warnings.simplefilter("ignore")  # of waits that a busy machine makes long
         sys.path.insert(0, sys.argv[1])
         from core_support import Tensor, World
         from test_core import Places, UNIT
