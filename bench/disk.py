@@ -44,9 +44,12 @@ MIB = 1 << 20
 # ---------------------------------------------------------------------- the file
 
 
-def write(path: str, blocks: int, hidden: int) -> int:
-    """Weights of Stack(blocks, hidden) that differ from layer to layer. Returns the bytes of the weights."""
-    shapes = {name: tuple(p.shape) for name, p in Stack(blocks, hidden).named_parameters()}
+def stack_shapes(blocks: int, hidden: int) -> dict[str, tuple[int, int]]:
+    return {name: tuple(p.shape) for name, p in Stack(blocks, hidden).named_parameters()}
+
+
+def write(path: str, shapes: dict[str, tuple[int, int]]) -> int:
+    """Weights of these shapes, which differ from one to the next. Returns their bytes."""
     header, at = {}, 0
     for name, shape in shapes.items():
         nbytes = shape[0] * shape[1] * 2
@@ -56,7 +59,7 @@ def write(path: str, blocks: int, hidden: int) -> int:
     text += b" " * (-len(text) % 8)
     if os.path.exists(path) and os.path.getsize(path) == 8 + len(text) + at:
         return at
-    base = (torch.randn(4 * hidden * hidden) * 0.02).to(torch.bfloat16)
+    base = (torch.randn(max(rows * columns for rows, columns in shapes.values())) * 0.02).to(torch.bfloat16)
     with open(path, "wb", buffering=0) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for i, shape in enumerate(shapes.values()):
@@ -258,7 +261,7 @@ def main() -> int:
 
 def measure(path: str, args, where: Where) -> int:
     begin = time.perf_counter()
-    weights = write(path, args.blocks, args.hidden)
+    weights = write(path, stack_shapes(args.blocks, args.hidden))
     record: dict = {**where.describe(), "weights": weights, "budget": args.budget, "tokens": args.tokens,
                     "write_s": time.perf_counter() - begin}
     x = (torch.randn(1, args.tokens, args.hidden) * 0.5).to(torch.bfloat16).to(where.torch)
@@ -314,7 +317,7 @@ def run_small(args, where: Where) -> None:
     args.blocks, args.hidden = 2, 256
     path = os.path.join(args.dir, "small-" + FILE)
     try:
-        write(path, args.blocks, args.hidden)
+        write(path, stack_shapes(args.blocks, args.hidden))
         run(path, args, where, torch.zeros(1, 8, 256, dtype=torch.bfloat16, device=where.torch), warm=1)
     finally:
         args.blocks, args.hidden = blocks, hidden

@@ -19,7 +19,7 @@ import time
 import common
 import torch
 from common import SIM_LINK, Stack, Where, link_rate, spread, timed
-from disk import write
+from disk import stack_shapes, write
 
 import stagehand
 from stagehand import _core
@@ -81,7 +81,7 @@ def run(args, where: Where, record: dict) -> list[dict]:
     x = (torch.randn(1, args.tokens, args.hidden) * 0.5).to(torch.bfloat16).to(where.torch)
     with tempfile.TemporaryDirectory() as folder:
         source = os.path.join(folder, "weights.safetensors")
-        weights = record["weights"] = write(source, args.blocks, args.hidden)
+        weights = record["weights"] = write(source, stack_shapes(args.blocks, args.hidden))
         rows = [row(source, form, x, args, where, weights, link, folder) for form in args.formats.split(",")]
     for found in rows:
         found["speed"] = rows[0]["ms"] / found["ms"]

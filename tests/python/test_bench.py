@@ -145,7 +145,8 @@ def test_disk(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("name, arguments", [("training", ["--case", "lora"]), ("inference", []), ("activation", []),
                                              ("adapt", []), ("found", []), ("combined", []), ("conductor", []),
                                              ("quantised", []), ("packed", []), ("seen", []),
-                                             ("disk", ["--dir", "nowhere"]), ("run", [])])
+                                             ("disk", ["--dir", "nowhere"]), ("rows_disk", ["--dir", "nowhere"]),
+                                             ("run", [])])
 def test_without_cuda_it_says_so(name, arguments, monkeypatch, capsys):
     assert script(name, monkeypatch, *arguments) == 4
     assert "no CUDA device" in capsys.readouterr().err
@@ -181,6 +182,16 @@ def test_quantised(monkeypatch, tmp_path, capsys):
     assert all(row["equal"] and row["ms"] > 0 and not row["expand_error"]
                for row in rows.values()), capsys.readouterr().out
     assert 1.3 < rows["int8"]["fewer_bytes"] < 2.2 and rows["int4"]["fewer_bytes"] > 1.8
+
+
+def test_rows_disk(monkeypatch, tmp_path, capsys):
+    status = script("rows_disk", monkeypatch, "--device", "sim", "--dir", str(tmp_path), "--layers", "2", "--experts",
+                    "8", "--hidden", "256", "--intermediate", "128", "--per-token", "2", "--tokens", "4", "--json",
+                    str(tmp_path / "rows.json"))
+    assert status == 0 and "0 wrong" in capsys.readouterr().out
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert found["wrong"] == 0 and found["rounds"][0]["read"] > 0
+    assert not (tmp_path / "stagehand-rows.safetensors").exists()
 
 
 def test_packed(monkeypatch, tmp_path, capsys):
