@@ -69,6 +69,7 @@ typedef struct sthi_unit {
     const uint8_t *master;   /* that the packed image was encoded from; NULL: unknown */
     sthi_encoded encoded;
     sthi_stays stays;
+    bool crosses_plain;      /* the plan's choice: the master is copied into the place, as it is */
     sth_unit_tensor *tensors; /* [tensor_count], names behind them; for errors and samples */
     uint32_t tensor_count;
     bool direct;             /* the host image is pinned: copied from where it is */
