@@ -1,7 +1,7 @@
-/* Which units stay on the device packed, and which cross the link so. A unit that stays packed takes its packed bytes of
- * the budget, and each of its loads is an expansion within the device: nothing of the link, and the expansion's time of
- * the device. It then is one that streams, so that places, loads and their order are found as always, in an input that
- * says which units those are. The same holds for a unit that is EITHER: the input says how it crosses.
+/* Which units stay on the device packed, and which cross the link so. A unit that stays packed takes its packed bytes
+ * of the budget, and each of its loads is an expansion within the device: nothing of the link, and the expansion's time
+ * of the device. It then is one that streams, so that places, loads and their order are found as always, in an input
+ * that says which units those are. The same holds for a unit that is EITHER: the input says how it crosses.
  *
  * Of few units every set of them is tried. Of more, all, half or none of those that are EITHER cross packed; then sets
  * that are spread evenly over the order, and fill some shares of the budget, stay packed. A plan is made for each, and

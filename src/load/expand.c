@@ -170,7 +170,7 @@ sth_status sthi_expand_piece(sth_runtime *rt, int32_t slot, const sthi_piece_of 
     if (u->encoded.plain) return from_master(rt, slot, p);
     arriving a = {from, p->from, p->from_bytes, p->bytes, &u->segments[p->segment], p->segments};
     bool stays = stays_on_device(rt, slot);
-    if (!stays && u->crosses_plain) return as_it_is(rt, slot, p);
+    if (!stays && u->encoded.crosses_plain) return as_it_is(rt, slot, p);
     if (!stays) return through_stage(rt, slot, &a);
     bool fills = u->stays.here < u->wire_bytes;
     if (fills && p->begin == 0) u->stays.here = 0;

@@ -12,7 +12,7 @@ uint64_t sthi_wire_bytes_packed(const sth_runtime *rt, const sthi_unit *u) {
 }
 
 uint64_t sthi_source_bytes(const sth_runtime *rt, const sthi_unit *u) {
-    return u->crosses_plain ? u->bytes : sthi_wire_bytes_packed(rt, u);
+    return u->encoded.crosses_plain ? u->bytes : sthi_wire_bytes_packed(rt, u);
 }
 
 bool sthi_may_cross_plain(const sth_runtime *rt, const sthi_unit *u) {

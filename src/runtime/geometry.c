@@ -69,8 +69,8 @@ static void adopt(sth_runtime *rt, const sthi_made_plan *m) {
     take_bundles(rt, m->bundles);
     rt->stats.resident_bytes = 0;
     for (uint32_t i = 0; i < rt->unit_count; i++) {
-        if (rt->units[i].crosses_plain != plan->plain[i]) rt->graph.edition++;
-        rt->units[i].crosses_plain = plan->plain[i];
+        if (rt->units[i].encoded.crosses_plain != plan->plain[i]) rt->graph.edition++;
+        rt->units[i].encoded.crosses_plain = plan->plain[i];
         rt->units[i].resident = plan->resident[i];
         if (plan->resident[i]) rt->stats.resident_bytes += rt->units[i].bytes;
     }

@@ -77,7 +77,7 @@ static void set_master(sthi_unit *u, const void *host, sth_arena *arena) {
     u->master = host;
     if (arena && sthi_arena_is_pinned(arena, host, u->bytes)) return;
     u->flags &= ~(uint32_t)STH_UNIT_EITHER;
-    u->crosses_plain = false;
+    u->encoded.crosses_plain = false;
 }
 
 sth_status sthi_unit_set_host(sth_runtime *rt, uint32_t unit, const void *host, sth_arena *arena) {

@@ -26,6 +26,7 @@ typedef struct sthi_encoded {
     uint64_t print;          /* the master's fingerprint then */
     bool stale;              /* the master was written since */
     bool plain;              /* the image has no room for what was written: the master crosses as it is */
+    bool crosses_plain;      /* the plan's choice: the master is copied into the place, as it is */
 } sthi_encoded;
 
 /* The packed image on the device, from which loads are expanded (load/stays.c, load/expand.c). */
@@ -69,7 +70,6 @@ typedef struct sthi_unit {
     const uint8_t *master;   /* that the packed image was encoded from; NULL: unknown */
     sthi_encoded encoded;
     sthi_stays stays;
-    bool crosses_plain;      /* the plan's choice: the master is copied into the place, as it is */
     sth_unit_tensor *tensors; /* [tensor_count], names behind them; for errors and samples */
     uint32_t tensor_count;
     bool direct;             /* the host image is pinned: copied from where it is */

@@ -320,7 +320,7 @@ static uint64_t moved_by(world *w, int64_t compute_ns) {
 
 static uint32_t crossing_plain(const world *w) {
     uint32_t count = 0;
-    for (uint32_t i = 0; i < MANY; i++) count += w->runtime->units[i].crosses_plain;
+    for (uint32_t i = 0; i < MANY; i++) count += w->runtime->units[i].encoded.crosses_plain;
     return count;
 }
 
@@ -345,7 +345,8 @@ static void units_cross_as_it_suits_the_bound(void **state) {
     assert_int_equal(packed_bytes_of(&w), 0);
     for (uint8_t version = 1; version < 4; version++)
         for (int bound = 0; bound < 2; bound++) {
-            for (uint32_t i = 0; i < MANY; i++) world_fill(&w, i, version == 2 ? WORLD_WILD : (uint8_t)(version + 4 * bound));
+            uint8_t next = version == 2 ? WORLD_WILD : (uint8_t)(version + 4 * bound);
+            for (uint32_t i = 0; i < MANY; i++) world_fill(&w, i, next);
             for (int k = 0; k < 6; k++) assert_ok(world_step(&w, many_order, MANY, bound ? SHORT : LONG));
         }
     assert_true(moved_by(&w, SHORT) < plain);

@@ -112,7 +112,8 @@ class Quantised:
         decoded = session.source.decoded if session.source is not None else {}
         ram = {entry.name: {"reason": decoded[entry.name][0], "bytes": decoded[entry.name][1]}
                for _, entry in entries if entry.name in decoded}
-        return {"encoding": AUTO if self.either else self.encoding, "error": errors, "left": dict(self.left), "files": files, "decoded": ram,
+        return {"encoding": AUTO if self.either else self.encoding, "error": errors, "left": dict(self.left),
+                "files": files, "decoded": ram,
                 "host_bytes": sum(packed.nbytes for packed in self.packed.values())}
 
     # ------------------------------------------------------------------ choosing
