@@ -73,6 +73,7 @@ docs: build
 
 bench-cpu: build
 	@python bench/counts/counts.py all build/lib/bench/counts/counts-work
+	@python bench/counts/training.py build/lib/bench/counts/counts-marks.so
 
 # BENCH holds arguments of bench/run.py: make bench BENCH="--only lora,full"
 bench: build

@@ -23,6 +23,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "stagehand/checkpoint.h"
 #include "stagehand/device.h"
 #include "stagehand/status.h"
 
@@ -42,6 +43,8 @@ typedef struct sth_rows_options {
                              as PyTorch's grouped products take on a card */
     bool read_only;       /* the caller will not write host images without sth_rows_written: pass_end does not wait, and
                              a write that was not told is an error */
+    uint64_t ram_bytes;   /* host memory for rows of tables in files: those that the pool misses most and last are read
+                             once. Default 0: as few as let the disk and the link work at once, some 32 MiB */
     int copy_priority;    /* of the copy stream, lower is more urgent. Default -1 */
     const char *name;     /* of the model, for messages; copied. NULL: "model" */
 } sth_rows_options;
@@ -62,7 +65,17 @@ STH_API void sth_rows_destroy(sth_rows *rows);
 STH_API sth_status sth_rows_add_table(sth_rows *rows, const char *name, uint32_t row_count,
                                       const void *const *parts, uint32_t *out_table);
 
-/* The table's rows are at these addresses from now on. */
+/* A table whose rows lie in files: part i of row r begins at part_offsets[i] + r x part_bytes[i] of an
+ * image, whose bytes the ranges (copied; place_offset may be any number) name. Every byte of a row is in a
+ * range. `checkpoint` must outlive `rows`. A row that is missing is read into host memory and copied from
+ * there; acquire blocks for the disk then. A file that was changed since it was opened is CHANGED_DATA
+ * there. As sth_rows_add_table otherwise. */
+STH_API sth_status sth_rows_add_file_table(sth_rows *rows, const char *name, uint32_t row_count,
+                                           sth_checkpoint *checkpoint, const sth_file_range *ranges,
+                                           uint32_t range_count, const uint64_t *part_offsets,
+                                           uint32_t *out_table);
+
+/* The table's rows are at these addresses from now on, also those of a table in files. */
 STH_API sth_status sth_rows_set_host(sth_rows *rows, uint32_t table, const void *const *parts);
 
 /* The pool has `slots` slots (> 0), the caller's: part i is slots x part_bytes[i] bytes at
@@ -122,7 +135,11 @@ typedef struct sth_rows_stats {
     uint64_t brought;      /* the rest: copied for a call that waited */
     uint64_t ahead;        /* rows copied before they were asked for */
     uint64_t h2d_bytes;    /* (brought + ahead) x row_bytes, where no copy failed */
-    uint64_t copies;       /* by which they came: neighbors come by one */
+    uint64_t copies;       /* by which they came: neighbors in host memory come by one */
+    uint32_t ram_slots;    /* rows of files for which there is host memory */
+    uint64_t ram_bytes, ram_pinned_bytes; /* of that memory; of it, pinned by now */
+    uint64_t ram_hits;     /* rows of files that the pool missed and host memory had */
+    uint64_t read_bytes;   /* of files */
 } sth_rows_stats;
 STH_API sth_status sth_rows_stats_get(sth_rows *rows, sth_rows_stats *out_stats);
 

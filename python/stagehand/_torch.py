@@ -49,7 +49,7 @@ hooks_enabled = getattr(_graph, "_saved_tensors_hooks_is_enabled",
 def view(base: torch.Tensor, offset: int, dtype: torch.dtype, shape, stride) -> torch.Tensor:
     """A tensor over `base` (from `raw`) that begins `offset` bytes in, a multiple of the item size. It
     shares the storage but has a version counter of its own, and is no value of torch.func's transforms."""
-    if _interpreters() is not None:
+    if transforming():
         with outside_transforms():
             return view(base, offset, dtype, shape, stride)
     out = torch.empty(0, dtype=dtype, device=base.device)
@@ -58,12 +58,10 @@ def view(base: torch.Tensor, offset: int, dtype: torch.dtype, shape, stride) -> 
 
 # ---------------------------------------------------------------------- torch.func's transforms
 
-_interpreters = torch._C._functorch.peek_interpreter_stack
-
-
-def transforming() -> bool:
-    """Whether this thread is inside a function that one of torch.func's transforms (vmap, grad, jvp) has under way."""
-    return _interpreters() is not None
+# transforming(): whether this thread is inside a function that one of torch.func's transforms (vmap, grad, jvp) has
+# under way. Not by looking at the stack of transforms: that makes one for the thread, which autograd copies three times
+# for each node of each backward from then on.
+transforming = torch._C._are_functorch_transforms_active
 
 
 def differentiating() -> bool:
@@ -75,7 +73,7 @@ def differentiating() -> bool:
 def outside_transforms():
     """A context without them: what is made inside is none of their values, as Parameters are none. Nothing where there
     are none."""
-    if _interpreters() is None:
+    if not transforming():
         return _NOTHING
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
@@ -134,7 +132,7 @@ def apart_from_caller(function):
         if observed():
             with aside():
                 return outside(*args, **kwargs)
-        if _interpreters() is None:
+        if not transforming():
             return function(*args, **kwargs)
         with outside_transforms():
             return function(*args, **kwargs)

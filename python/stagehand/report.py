@@ -44,6 +44,10 @@ def runtime_stats(session) -> dict:
         stats["reserved_bytes"] = session.stay.reserved
         stats["trained_bytes"] = session.trained.taken()
         stats["budget"] = session.budget
-        stats["experts"] = session.tables.report()
+        stats["experts"] = experts = session.tables.report()
+        if experts is not None:
+            stats["file_bytes"] += experts["file_bytes"]
+            stats["ram_bytes"] += experts["ram_bytes"]
+            stats["pinned_bytes"] += experts["ram_pinned_bytes"]
         stats["budget_found"] = session.finding.report() if session.finding is not None else None
     return stats

@@ -43,6 +43,17 @@ sth_status sth_rows_add_table(sth_rows *rows, const char *name, uint32_t row_cou
     return sthi_rows_add_table(rows, name, row_count, parts, out_table);
 }
 
+sth_status sth_rows_add_file_table(sth_rows *rows, const char *name, uint32_t row_count, sth_checkpoint *checkpoint,
+                                   const sth_file_range *ranges, uint32_t range_count, const uint64_t *part_offsets,
+                                   uint32_t *out_table) {
+    if (!rows || !name || !checkpoint || !ranges || !part_offsets || !out_table)
+        return null_argument("rows, name, checkpoint, ranges, part_offsets or out_table");
+    if (!row_count || row_count > INT32_MAX || !range_count)
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, name, "table '%s' has %u rows in %u ranges", name, row_count,
+                         range_count);
+    return sthi_rows_add_file_table(rows, name, row_count, checkpoint, ranges, range_count, part_offsets, out_table);
+}
+
 sth_status sth_rows_set_host(sth_rows *rows, uint32_t table, const void *const *parts) {
     if (!rows || !parts) return null_argument("rows or parts");
     STHI_TRY(check_parts(rows, parts));

@@ -30,7 +30,7 @@ static uint64_t sample(const sth_rows *rows, uint32_t table) {
 
 static sth_status compare(sth_rows *rows, uint32_t table) {
     sthi_rows_image *image = &rows->images[table];
-    if (image->seen == rows->epoch) return STH_OK;
+    if (image->file || image->seen == rows->epoch) return STH_OK; /* reads compare files with what they were */
     uint64_t print = sample(rows, table);
     if (image->seen && print != image->print) {
         if (rows->options.read_only)
@@ -56,48 +56,93 @@ static sth_status come_behind(sth_rows *rows, uint64_t number) {
     return STH_OK;
 }
 
-/* Neighbors in host memory and in the pool, by one copy for each part. */
-static sth_status copy_run(sth_rows *rows, uint32_t table, sthi_rows_load first, uint32_t count) {
+/* One part of rows that are neighbors in host memory and in the pool. */
+static sth_status copy_part(sth_rows *rows, uint32_t part, uint32_t slot, const uint8_t *from, uint32_t count) {
     sth_device *d = rows->device;
     sth_status (*copy)(sth_backend_device *, sth_devptr, const void *, uint64_t, sth_stream) =
         d->ops->copy_h2d_foreign ? d->ops->copy_h2d_foreign : d->ops->copy_h2d;
+    uint64_t each = rows->options.part_bytes[part], bytes = count * each;
+    sth_devptr to = rows->parts[part] + slot * each;
+    if (d->ops->poison) d->ops->poison(d->self, to, bytes, rows->stream);
+    sthi_devspan *span = sthi_devspan_begin(d, rows->stream, STHI_TRACK_COPY_DEMAND, "experts", "rows", bytes);
+    sth_status rc = copy(d->self, to, from, bytes, rows->stream);
+    sthi_devspan_end(span, rows->stream);
+    STHI_TRY(rc);
+    rows->h2d_bytes += bytes;
+    rows->copies++;
+    return STH_OK;
+}
+
+static sth_status copy_run(sth_rows *rows, uint32_t table, sthi_rows_load first, uint32_t count) {
     for (uint32_t i = 0; i < count; i++) STHI_TRY(come_behind(rows, rows->used[first.slot + i]));
-    for (uint32_t i = 0; i < rows->options.part_count; i++) {
-        uint64_t each = rows->options.part_bytes[i], bytes = count * each;
-        sth_devptr to = rows->parts[i] + first.slot * each;
-        if (d->ops->poison) d->ops->poison(d->self, to, bytes, rows->stream);
-        sthi_devspan *span =
-            sthi_devspan_begin(d, rows->stream, STHI_TRACK_COPY_DEMAND, "experts", "rows", bytes);
-        sth_status rc = copy(d->self, to, rows->images[table].parts[i] + first.row * each, bytes, rows->stream);
-        sthi_devspan_end(span, rows->stream);
-        STHI_TRY(rc);
-        rows->h2d_bytes += bytes;
-        rows->copies++;
+    for (uint32_t part = 0; part < rows->options.part_count; part++) {
+        const uint8_t *from = rows->images[table].parts[part] + first.row * rows->options.part_bytes[part];
+        STHI_TRY(copy_part(rows, part, first.slot, from, count));
     }
+    return STH_OK;
+}
+
+/* The copies of `loads` have a number. */
+static sth_status number_copies(sth_rows *rows, const sthi_rows_load *loads, uint32_t count, uint64_t *out) {
+    /* The event of the number to come was recorded long ago: this is no wait as a rule. */
+    sth_event *old = sthi_rows_ring_old(&rows->fills);
+    if (old) STHI_TRY(rows->device->ops->event_synchronize(rows->device->self, old));
+    STHI_TRY(sthi_rows_ring_record(&rows->fills, rows->device, rows->stream, out));
+    for (uint32_t i = 0; i < count; i++) rows->filled[loads[i].slot] = *out;
     return STH_OK;
 }
 
 static sth_status copy_all(sth_rows *rows, uint32_t table, uint32_t count) {
     const sthi_rows_load *loads = rows->loads;
+    uint64_t number;
     for (uint32_t i = 0, n; i < count; i += n) {
         for (n = 1; i + n < count; n++)
             if (loads[i + n].row != loads[i].row + n || loads[i + n].slot != loads[i].slot + n) break;
         STHI_TRY(copy_run(rows, table, loads[i], n));
     }
-    /* The event of the number to come was recorded long ago: this is no wait as a rule. */
-    sth_event *old = sthi_rows_ring_old(&rows->fills);
-    if (old) STHI_TRY(rows->device->ops->event_synchronize(rows->device->self, old));
-    uint64_t number;
-    STHI_TRY(sthi_rows_ring_record(&rows->fills, rows->device, rows->stream, &number));
-    for (uint32_t i = 0; i < count; i++) rows->filled[loads[i].slot] = number;
     rows->stale_reads = true;
+    return number_copies(rows, loads, count, &number);
+}
+
+static sth_status copy_group(sth_rows *rows, uint32_t table, const sthi_rows_load *loads, uint32_t count,
+                             uint64_t *out_number) {
+    for (uint32_t i = 0; i < count; i++) {
+        STHI_TRY(come_behind(rows, rows->used[loads[i].slot]));
+        for (uint32_t part = 0; part < rows->options.part_count; part++)
+            STHI_TRY(copy_part(rows, part, loads[i].slot, sthi_rows_ram_part(rows, table, loads[i].row, part), 1));
+    }
+    return number_copies(rows, loads, count, out_number);
+}
+
+/* Uses of a row among those that were asked for, which both ascend. */
+static uint32_t uses_of(const sth_rows *rows, uint32_t asked, uint32_t *at, uint32_t row) {
+    while (*at < asked && rows->asked[*at] < row) ++*at;
+    return *at < asked && rows->asked[*at] == row ? rows->times[*at] : 1;
+}
+
+/* Group after group: the disk reads one while the link copies the one before. */
+static sth_status bring_from_files(sth_rows *rows, uint32_t table, uint32_t count, uint32_t asked, uint32_t tokens) {
+    uint32_t at = 0, most = sthi_rows_ram_group(&rows->ram);
+    for (uint32_t i = 0, n; i < count; i += n) {
+        const sthi_rows_load *loads = &rows->loads[i];
+        n = count - i < most ? count - i : most;
+        for (uint32_t k = 0; k < n; k++) rows->ram.times[k] = uses_of(rows, asked, &at, loads[k].row);
+        STHI_TRY(sthi_rows_ram_read(rows, table, loads, rows->ram.times, n, tokens));
+        uint64_t number = 0;
+        sth_status rc = copy_group(rows, table, loads, n, &number);
+        if (rc != STH_OK) (void)rows->device->ops->stream_synchronize(rows->device->self, rows->stream);
+        sthi_rows_ram_end(rows, table, loads, n, number);
+        STHI_TRY(rc);
+    }
     return STH_OK;
 }
 
-/* The rows in `loads` come to their slots; after a failure they are in none. */
-static sth_status bring(sth_rows *rows, uint32_t table, uint32_t count) {
+/* The rows in `loads` come to their slots; after a failure they are in none. asked: of those that the call asks for,
+ * each used by some of `tokens`; 0: nobody asked. */
+static sth_status bring(sth_rows *rows, uint32_t table, uint32_t count, uint32_t asked, uint32_t tokens) {
     if (!count) return STH_OK;
-    sth_status rc = copy_all(rows, table, count);
+    sth_status rc = rows->images[table].file ? bring_from_files(rows, table, count, asked, tokens)
+                                             : copy_all(rows, table, count);
     if (rc == STH_OK) return STH_OK;
     for (uint32_t i = 0; i < count; i++) sthi_rows_lose(&rows->plan, rows->loads[i].slot);
     return rc;
@@ -105,13 +150,13 @@ static sth_status bring(sth_rows *rows, uint32_t table, uint32_t count) {
 
 /* Behind a call that used nearly all rows: the link goes on with those of the next table. What fails comes when it is
  * asked for. */
-static void go_ahead(sth_rows *rows, uint32_t table, uint32_t used) {
+static void go_ahead(sth_rows *rows, uint32_t table, uint32_t used, uint32_t tokens) {
     const sthi_rows_table *t = &rows->plan.tables[table];
     uint32_t next = t->next;
     if (next == STHI_NO_ROW || (uint64_t)used * WIDE_PARTS < (uint64_t)t->rows * WIDE_OF_THEM) return;
     if (compare(rows, next) != STH_OK) return;
     uint32_t most = (rows->plan.tables[next].rows + AHEAD_SHARE - 1) / AHEAD_SHARE;
-    (void)bring(rows, next, sthi_rows_ahead(&rows->plan, next, most, rows->loads));
+    (void)bring(rows, next, sthi_rows_ahead(&rows->plan, next, most, rows->loads), 0, tokens);
 }
 
 /* ---- calls */
@@ -197,7 +242,7 @@ static sth_status acquire(sth_rows *rows, uint32_t table, const void *ids, uint3
     use->live = true;
     use->count = asked;
     for (uint32_t i = 0; i < asked; i++) use->slots[i] = sthi_rows_slot_of(&rows->plan, table, rows->asked[i]);
-    sth_status rc = bring(rows, table, missing);
+    sth_status rc = bring(rows, table, missing, asked, tokens);
     if (rc != STH_OK) {
         end_use(rows, use);
         return rc;
@@ -209,7 +254,7 @@ static sth_status acquire(sth_rows *rows, uint32_t table, const void *ids, uint3
     uint64_t newest = 0;
     for (uint32_t i = 0; i < asked; i++) newest = sthi_max_u64(newest, rows->filled[use->slots[i]]);
     *out_wait = sthi_rows_ring_event(&rows->fills, newest);
-    go_ahead(rows, table, asked);
+    go_ahead(rows, table, asked, tokens);
     return STH_OK;
 }
 

@@ -16,7 +16,11 @@ void sthi_rows_options_init(sth_rows_options *options) {
 }
 
 static void free_records(sth_rows *rows) {
-    for (uint32_t i = 0; i < rows->plan.table_count; i++) sthi_free(rows->images[i].name);
+    for (uint32_t i = 0; i < rows->plan.table_count; i++) {
+        sthi_free(rows->images[i].name);
+        sthi_rows_file_free(rows->images[i].file);
+    }
+    sthi_rows_ram_fini(&rows->ram);
     for (uint32_t i = 0; i < STHI_ROWS_USES; i++) sthi_free(rows->uses[i].slots);
     sthi_free(rows->images);
     sthi_free(rows->filled);
@@ -52,6 +56,7 @@ sth_status sthi_rows_create(sth_device *device, const sth_rows_options *options,
     rows->epoch = 1;
     sthi_mutex_init(&rows->lock);
     sthi_rows_init(&rows->plan);
+    sthi_rows_ram_init(&rows->ram);
     rows->name = sthi_strdup(options->name ? options->name : "model");
     sth_status rc = rows->name ? open_device(rows) : sthi_no_memory("rows", "a name");
     if (rc != STH_OK) {
@@ -108,10 +113,14 @@ static void take_parts(const sth_rows *rows, sthi_rows_image *image, const void 
     image->seen = 0;
 }
 
+static sth_status check_closed(const sth_rows *rows, const char *name) {
+    if (!rows->plan.views) return STH_OK;
+    return sthi_fail(STH_INVALID_STATE, NULL, 0, name, "table '%s' comes while the pool is open", name);
+}
+
+/* The image's rows lie at `parts`, or, where that is NULL, in its file. */
 static sth_status add_table(sth_rows *rows, const char *name, uint32_t row_count, const void *const *parts,
-                            uint32_t *out) {
-    if (rows->plan.views)
-        return sthi_fail(STH_INVALID_STATE, NULL, 0, name, "table '%s' comes while the pool is open", name);
+                            sthi_rows_file *file, uint32_t *out) {
     if (rows->plan.table_count == rows->image_cap) {
         uint32_t cap = rows->image_cap ? 2 * rows->image_cap : 16;
         sthi_rows_image *grown = sthi_realloc(rows->images, cap, sizeof *grown);
@@ -127,7 +136,8 @@ static sth_status add_table(sth_rows *rows, const char *name, uint32_t row_count
         sthi_free(image.name);
         return rc;
     }
-    take_parts(rows, &image, parts);
+    if (parts) take_parts(rows, &image, parts);
+    image.file = file;
     rows->images[*out] = image;
     return STH_OK;
 }
@@ -136,9 +146,32 @@ sth_status sthi_rows_add_table(sth_rows *rows, const char *name, uint32_t row_co
                                uint32_t *out) {
     STHI_TRY(sthi_rows_here(rows));
     sthi_lock(&rows->lock);
-    sth_status rc = add_table(rows, name, row_count, parts, out);
+    sth_status rc = check_closed(rows, name);
+    if (rc == STH_OK) rc = add_table(rows, name, row_count, parts, NULL, out);
     sthi_unlock(&rows->lock);
     return rc;
+}
+
+sth_status sthi_rows_add_file_table(sth_rows *rows, const char *name, uint32_t row_count, sth_checkpoint *checkpoint,
+                                    const sth_file_range *ranges, uint32_t range_count, const uint64_t *part_offsets,
+                                    uint32_t *out) {
+    STHI_TRY(sthi_rows_here(rows));
+    sthi_rows_file *file = NULL;
+    sthi_lock(&rows->lock);
+    sth_status rc = check_closed(rows, name);
+    if (rc == STH_OK)
+        rc = sthi_rows_file_add(rows, name, row_count, checkpoint, ranges, range_count, part_offsets, &file);
+    if (rc == STH_OK) rc = add_table(rows, name, row_count, NULL, file, out);
+    if (rc != STH_OK) sthi_rows_file_free(file);
+    sthi_unlock(&rows->lock);
+    return rc;
+}
+
+static void leave_file(sth_rows *rows, sthi_rows_image *image) {
+    if (!image->file) return;
+    if (rows->ram.plan.views) sthi_rows_forget(&rows->ram.plan, image->file->table);
+    sthi_rows_file_free(image->file);
+    image->file = NULL;
 }
 
 sth_status sthi_rows_set_host(sth_rows *rows, uint32_t table, const void *const *parts) {
@@ -148,6 +181,7 @@ sth_status sthi_rows_set_host(sth_rows *rows, uint32_t table, const void *const 
     /* Copies under way read the old memory, which the caller is about to let go. */
     if (rc == STH_OK) rc = sthi_rows_ring_wait(&rows->fills, rows->device);
     if (rc == STH_OK) {
+        leave_file(rows, &rows->images[table]);
         take_parts(rows, &rows->images[table], parts);
         sthi_rows_forget(&rows->plan, table);
     }
@@ -222,6 +256,7 @@ static void poison(sth_rows *rows, uint32_t slots) {
 
 static sth_status open_pool(sth_rows *rows, uint32_t slots, const sth_devptr *parts, sth_stream stream) {
     if (rows->plan.views) return sthi_fail(STH_INVALID_STATE, NULL, 0, rows->name, "the pool is open");
+    STHI_TRY(sthi_rows_ram_open(rows));
     STHI_TRY(take_records(rows, slots));
     for (uint32_t i = 0; i < rows->options.part_count; i++) rows->parts[i] = parts[i];
     sth_status rc = begin_behind(rows, stream);
@@ -262,7 +297,12 @@ sth_status sthi_rows_stats(sth_rows *rows, sth_rows_stats *out) {
     STHI_TRY(sthi_rows_here(rows));
     sthi_lock(&rows->lock);
     *out = (sth_rows_stats){.tables = rows->plan.table_count, .slots = rows->plan.slot_count,
-                            .views = rows->plan.views, .h2d_bytes = rows->h2d_bytes, .copies = rows->copies};
+                            .views = rows->plan.views, .h2d_bytes = rows->h2d_bytes, .copies = rows->copies,
+                            .ram_slots = rows->ram.plan.slot_count,
+                            .ram_bytes = rows->ram.plan.slot_count * rows->ram.slot_bytes,
+                            .read_bytes = rows->ram.read_bytes};
+    if (rows->ram.arena) out->ram_pinned_bytes = sthi_arena_pinned_bytes(rows->ram.arena);
+    for (uint32_t t = 0; t < rows->ram.plan.table_count; t++) out->ram_hits += rows->ram.plan.tables[t].hits;
     for (uint32_t i = 0; i < rows->options.part_count; i++) out->row_bytes += rows->options.part_bytes[i];
     for (uint32_t t = 0; t < rows->plan.table_count; t++) {
         const sthi_rows_table *table = &rows->plan.tables[t];

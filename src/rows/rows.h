@@ -4,11 +4,13 @@
 #include "base/thread.h"
 #include "core/rows.h"
 #include "device/device.h"
+#include "rows/files.h"
 #include "rows/order.h"
 #include "stagehand/rows.h"
 
 typedef struct sthi_rows_image {
     char *name;
+    sthi_rows_file *file;    /* its rows lie in files; NULL: in host memory, at */
     const uint8_t *parts[STH_ROWS_PARTS_MAX];
     uint64_t print;          /* of the parts, by a sample */
     uint64_t seen;           /* epoch in which it was sampled; 0: it was not */
@@ -40,6 +42,7 @@ struct sth_rows {
     sthi_rows_use uses[STHI_ROWS_USES];
     uint32_t *counts, *asked, *times; /* [largest] scratch: uses of each row; distinct rows; their uses */
     sthi_rows_load *loads;   /* [largest] scratch */
+    sthi_rows_ram ram;       /* what rows in files pass through */
     uint64_t h2d_bytes, copies;
     bool stale_reads;        /* copies were enqueued since host memory was last said to be read */
 };
@@ -51,6 +54,9 @@ sth_status sthi_rows_here(const sth_rows *rows); /* INVALID_STATE in a child */
 sth_status sthi_rows_known(const sth_rows *rows, uint32_t table); /* that it is one. Lock held */
 sth_status sthi_rows_add_table(sth_rows *rows, const char *name, uint32_t row_count, const void *const *parts,
                                uint32_t *out);
+sth_status sthi_rows_add_file_table(sth_rows *rows, const char *name, uint32_t row_count, sth_checkpoint *checkpoint,
+                                    const sth_file_range *ranges, uint32_t range_count, const uint64_t *part_offsets,
+                                    uint32_t *out);
 sth_status sthi_rows_set_host(sth_rows *rows, uint32_t table, const void *const *parts);
 sth_status sthi_rows_open(sth_rows *rows, uint32_t slots, const sth_devptr *parts, sth_stream stream);
 sth_status sthi_rows_close(sth_rows *rows);

@@ -149,7 +149,9 @@ static sth_status come_in(sth_runtime *rt) {
             rc = sthi_arrive(rt);
             sthi_lock(&rt->lock);
         } else if (rt->callers && rt->graph.state == STHI_GRAPH_IDLE) {
-            sthi_await_callers(rt); /* a use of another thread waits for its bytes, in a step that ends here */
+            rt->graph.coming++; /* a use of another thread waits for its bytes, in a step that ends here */
+            sthi_cond_wait(&rt->changed, &rt->lock);
+            rt->graph.coming--;
         } else {
             break;
         }

@@ -146,7 +146,7 @@ void sthi_runtime_destroy(sth_runtime *rt) {
     rt->shut = true;
     rt->program.on = false;
     sthi_cond_broadcast(&rt->changed);
-    sthi_await_callers(rt);
+    while (rt->callers) sthi_cond_wait(&rt->changed, &rt->lock);
     sthi_unlock(&rt->lock);
     sthi_residency_retire(rt);
     sthi_staging_stop(rt);

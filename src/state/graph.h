@@ -17,6 +17,7 @@ typedef struct sthi_graph {
     uint64_t edition;        /* counts changes of extents and images, from 1: what a graph's addresses depend on */
     sthi_graph_state state;
     uint64_t thread;         /* which captures or replays */
+    uint32_t coming;         /* threads that wait until no caller is inside, to begin one */
     bool forked, joined;
     uint32_t copy_number, use_number; /* in this capture: copies on the copy stream, events behind uses */
     sthi_behind user_behind, copies_behind; /* of copies; of uses */

@@ -36,8 +36,7 @@ struct sth_runtime {
     unsigned fork_depth;     /* of the process that made it: in a child no lock may be taken */
     sthi_mutex lock;
     sthi_cond changed;       /* for callers: a read or a load ended, the queue moved, shut, callers left */
-    uint32_t callers;        /* inside acquire, verify or synchronize */
-    uint32_t await_callers;  /* threads that wait until no caller is inside: destroy, capture */
+    uint32_t callers;        /* inside acquire, verify or synchronize: destroy and captures wait for them */
     bool seal_tried, sealed, shut;
 
     sthi_unit *units;        /* [unit_count] */
@@ -75,14 +74,7 @@ struct sth_runtime {
 
 /* A caller counted in `callers` leaves. Lock held. */
 static inline void sthi_leave(sth_runtime *rt) {
-    if (!--rt->callers && rt->await_callers) sthi_cond_broadcast(&rt->changed);
-}
-
-/* Until no caller is inside. Drops the lock meanwhile. */
-static inline void sthi_await_callers(sth_runtime *rt) {
-    rt->await_callers++;
-    while (rt->callers) sthi_cond_wait(&rt->changed, &rt->lock);
-    rt->await_callers--;
+    if (!--rt->callers && (rt->shut || rt->graph.coming)) sthi_cond_broadcast(&rt->changed);
 }
 
 /* The error of a call that comes after the end of the runtime. */

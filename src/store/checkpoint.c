@@ -56,6 +56,14 @@ const sth_tensor_info *sthi_checkpoint_find(const sth_checkpoint *c, const char 
     return sthi_names_find(&c->names, c->tensors.items, name);
 }
 
+const char *sthi_checkpoint_tensor_at(const sth_checkpoint *checkpoint, uint32_t file, uint64_t offset) {
+    for (uint64_t i = 0; i < checkpoint->tensors.count; i++) {
+        const sth_tensor_info *t = &checkpoint->tensors.items[i];
+        if (t->file == file && offset >= t->offset && offset - t->offset < t->bytes) return t->name;
+    }
+    return NULL;
+}
+
 sth_status sthi_checkpoint_read(const sth_checkpoint *c, uint32_t file, uint64_t offset, uint64_t bytes,
                                 void *buffer) {
     if (file >= c->file_count)

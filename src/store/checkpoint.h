@@ -19,6 +19,8 @@ struct sth_checkpoint {
 sth_status sthi_checkpoint_open(const char *path, sth_checkpoint **out); /* checkpoint_open.c */
 void sthi_checkpoint_close(sth_checkpoint *checkpoint);
 const sth_tensor_info *sthi_checkpoint_find(const sth_checkpoint *checkpoint, const char *name);
+/* The tensor that a byte of the file belongs to; NULL for a gap. */
+const char *sthi_checkpoint_tensor_at(const sth_checkpoint *checkpoint, uint32_t file, uint64_t offset);
 sth_status sthi_checkpoint_read(const sth_checkpoint *checkpoint, uint32_t file, uint64_t offset,
                                 uint64_t bytes, void *buffer);
 

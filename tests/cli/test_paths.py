@@ -58,7 +58,7 @@ def odd_files() -> dict[str, pathlib.Path]:
 
 def told(words: list, path, room: int = ROOM) -> subprocess.CompletedProcess:
     command = [str(path if word is None else word).replace("{}", str(path)) for word in words]
-    return subprocess.run([sys.argv[1], *command], capture_output=True, timeout=60, stdin=subprocess.DEVNULL,
+    return subprocess.run([sys.argv[1], *command], capture_output=True, timeout=300, stdin=subprocess.DEVNULL,
                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (room, room)))
 
 

@@ -14,7 +14,7 @@ WIDTH = {"BOOL": 1, "U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4, "I64": 8, "
 def stagehand(*words: object, stdout=subprocess.PIPE) -> subprocess.CompletedProcess:
     """Runs the tool named on the command line of this test."""
     command = [sys.argv[1], *map(str, words)]
-    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60)
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=300)
 
 
 def expect(done: subprocess.CompletedProcess, code: int, *parts: str) -> None:

@@ -23,7 +23,7 @@
 #include "stream/world.h"
 
 enum { UNITS = 8, STEPS = 3, USES = (STEPS + 3) * UNITS, LARGEST_UNIT = 90000,
-       FIRST = 50, MANY = 8, FEW = 4, SECONDS = 20, UNKNOWN_ERROR = 999, OUT_OF_MEMORY = 2 };
+       FIRST = 50, MANY = 8, FEW = 4, SECONDS = 100, UNKNOWN_ERROR = 999, OUT_OF_MEMORY = 2 };
 static const uint64_t RING_BYTES[UNITS] = {60000, 9000, 90000, 30000, 5000, 70000, 40000, 20000};
 static const uint64_t SMALL_BYTES[UNITS] = {20000, 3000, 30000, 10000, 1700, 23000, 13000, 7000};
 static const uint32_t FORWARD[UNITS] = {0, 1, 2, 3, 4, 5, 6, 7}, OTHER[UNITS] = {7, 3, 0, 1, 5, 4, 6, 2};

@@ -383,21 +383,27 @@ static void a_source_reused_too_early_shows(void **state) {
     for (uint64_t i = 0; i < N; i++) assert_int_equal(peek(p, i), 0x77);
 }
 
+/* Times of work that the host is to be ahead of. A busy machine may hold the host up for longer than the first: a call
+ * that waits is behind the last of them, too. */
+#define HOLDS(hold) (int64_t hold = 50 * MS; hold <= 6400 * MS; hold *= 2)
+
 static void enqueueing_does_not_wait(void **state) {
     (void)state;
     sth_stream s = new_stream();
     sth_devptr p = new_memory(ROOM);
     bool done = true;
-    int64_t begin = sthi_now_ns();
-    assert_ok(sth_sim_compute(d, s, 200 * MS));
-    for (int i = 0; i < 20; i++) assert_ok(o->copy_h2d(d->self, p, host, 4096, s));
-    sth_event *e = recorded(s);
-    assert_ok(o->event_query(d->self, e, &done));
+    for HOLDS(hold) {
+        int64_t begin = sthi_now_ns();
+        assert_ok(sth_sim_compute(d, s, hold));
+        for (int i = 0; i < 20; i++) assert_ok(o->copy_h2d(d->self, p, host, 4096, s));
+        sth_event *e = recorded(s);
+        assert_ok(o->event_query(d->self, e, &done));
+        assert_ok(o->event_synchronize(d->self, e));
+        assert_true(sthi_now_ns() - begin >= hold);
+        o->event_destroy(d->self, e);
+        if (!done) break;
+    }
     assert_false(done);
-    assert_true(sthi_now_ns() - begin < 200 * MS);
-    assert_ok(o->event_synchronize(d->self, e));
-    assert_true(sthi_now_ns() - begin >= 200 * MS);
-    o->event_destroy(d->self, e);
 }
 
 static void real_rates_are_those_asked_for(void **state) {
@@ -405,23 +411,27 @@ static void real_rates_are_those_asked_for(void **state) {
     enum { COPIES = 8 };
     sth_stream s[2] = {new_stream(), new_stream()};
     sth_devptr p = new_memory(ROOM);
-    assert_ok(sth_sim_compute(d, s[0], 50 * MS)); /* meanwhile all of it is enqueued */
-    sth_event *begin = recorded(s[0]);
-    assert_ok(o->stream_wait(d->self, s[1], begin));
-    int64_t wall = sthi_now_ns();
-    for (int i = 0; i < COPIES; i++) {
-        int half = i % 2 * (ROOM / 2);
-        assert_ok(o->copy_h2d(d->self, p + (uint64_t)half, host + half, ROOM / 2, s[i % 2]));
+    int64_t want = (int64_t)COPIES * ROOM / 2, took = 0;
+    for HOLDS(hold) {
+        assert_ok(sth_sim_compute(d, s[0], hold)); /* meanwhile all of it is enqueued */
+        sth_event *begin = recorded(s[0]);
+        assert_ok(o->stream_wait(d->self, s[1], begin));
+        int64_t wall = sthi_now_ns();
+        for (int i = 0; i < COPIES; i++) {
+            int half = i % 2 * (ROOM / 2);
+            assert_ok(o->copy_h2d(d->self, p + (uint64_t)half, host + half, ROOM / 2, s[i % 2]));
+        }
+        sth_event *end[2] = {recorded(s[0]), recorded(s[1])};
+        for (int i = 0; i < 2; i++) assert_ok(o->event_synchronize(d->self, end[i]));
+        wall = sthi_now_ns() - wall;
+        int64_t a = between(begin, end[0]), b = between(begin, end[1]);
+        took = a > b ? a : b;
+        assert_true(took >= want && wall >= want);
+        o->event_destroy(d->self, begin);
+        for (int i = 0; i < 2; i++) o->event_destroy(d->self, end[i]);
+        if (UNDER_ASAN || UNDER_TSAN || took <= want + want / 50) return;
     }
-    sth_event *end[2] = {recorded(s[0]), recorded(s[1])};
-    for (int i = 0; i < 2; i++) assert_ok(o->event_synchronize(d->self, end[i]));
-    wall = sthi_now_ns() - wall;
-    int64_t want = (int64_t)COPIES * ROOM / 2, a = between(begin, end[0]), b = between(begin, end[1]);
-    int64_t took = a > b ? a : b;
-    assert_true(took >= want && wall >= want);
-    if (!UNDER_ASAN && !UNDER_TSAN) assert_true(took <= want + want / 50);
-    o->event_destroy(d->self, begin);
-    for (int i = 0; i < 2; i++) o->event_destroy(d->self, end[i]);
+    fail_msg("%lld ns for copies of %lld ns", (long long)took, (long long)want);
 }
 
 static void compute_on_the_default_stream_spends_time(void **state) {

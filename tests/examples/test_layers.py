@@ -20,7 +20,7 @@ OWN_EXECUTOR, OWN_STORE, STREAM_MLP = sys.argv[1:]
 
 
 def call(*words: object) -> subprocess.CompletedProcess:
-    return subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=60)
+    return subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=300)
 
 
 def sums_of(path: pathlib.Path, layers: int, elements: int) -> list[float]:

@@ -20,7 +20,7 @@ import tempfile
 import textwrap
 import time
 
-LIMIT_S = 60
+LIMIT_S = 240
 
 _ZYGOTE = """
 import json, os, sys

@@ -4,10 +4,18 @@ import ctypes
 import json
 import random
 import struct
+import time
 
 from stagehand import _core
 
 ALIGN = 512
+
+
+def wait_until(holds, limit=240):
+    """Until `holds()`; for `limit` seconds at most, after which the caller's test fails by what is missing."""
+    end = time.monotonic() + limit
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.001)
 
 
 class _Device(ctypes.Structure):

@@ -491,7 +491,7 @@ def same(a, b) -> bool:
 # ---------------------------------------------------------------------- forks
 
 
-def wait_for(pid, limit=60):
+def wait_for(pid, limit=240):
     """The exit status of a child that was forked, or "no end" after `limit` seconds, when it is killed."""
     end = time.monotonic() + limit
     while time.monotonic() < end:

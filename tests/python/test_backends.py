@@ -29,7 +29,7 @@ def library(tmp_path_factory):
 def python(program, **environment):
     path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
     done = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path, **environment},
-                          capture_output=True, text=True, timeout=120)
+                          capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -39,6 +39,7 @@ def ours(rows) -> list[dict]:
     return found
 
 
+@pytest.mark.full("test_a_row_that_fails_says_why_and_the_others_run, with one budget that works")
 def test_lora(run):
     status, rows, said = run("--case", "lora")
     assert status == 0, said
@@ -51,7 +52,8 @@ def test_a_row_that_fails_says_why_and_the_others_run(run):
     status, rows, said = run("--case", "lora", "--budget", "10KB,340KB")
     assert status == 1
     failed, fine = ours(rows)
-    assert "StagehandOOMError" in failed["failed"] and failed["failed"] in said and fine["ms"] > 0
+    assert "StagehandOOMError" in failed["failed"] and failed["failed"] in said
+    assert fine["h2d"] > 0 and fine["ms"] > 0 and fine["bound"] > 0 and fine["grad_max"] < 1e-2
 
 
 def test_check(run):

@@ -15,7 +15,7 @@ RUN = {"blocks": 3, "hidden": 64, "tokens": [4, 8], "budget": 120_000, "steps": 
 def test_the_whole_of_it_without_a_card(tmp_path):
     out = tmp_path / "out.json"
     done = subprocess.run([sys.executable, "-m", "stagehand", "bench", "--device", "sim", "--disk", str(tmp_path),
-                           "--json", str(out)], capture_output=True, text=True, timeout=200,
+                           "--json", str(out)], capture_output=True, text=True, timeout=300,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     told = json.loads(out.read_text())
@@ -68,6 +68,6 @@ def test_nothing_but_answers_comes_out(noise):
             f"def answer(self, run):\n    {noise}\n    return old(self, run)\n"
             f"w.Ways.answer = answer\nfrom stagehand.bench.__main__ import main\nsys.exit(main())")
     line = json.dumps({**RUN, "system": "resident"}) + "\n"
-    done = subprocess.run([sys.executable, "-c", code], input=line, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], input=line, capture_output=True, text=True, timeout=300)
     hello, answer = map(json.loads, done.stdout.splitlines())
     assert hello["torch"] and answer["rows"] and "noise" in done.stderr

@@ -514,7 +514,6 @@ def python_calls(work):
 @pytest.mark.skipif(top_hooks is None, reason="a PyTorch that does not tell which hooks are in force")
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_more_frozen_layers_run_no_more_python_of_ours(checkpointed):
-    """But the token of the graph that each handle gets."""
     counts = {}
     for layers in (4, 9):
         model, _ = adapters(layers, False, places=100)
@@ -532,8 +531,7 @@ def test_more_frozen_layers_run_no_more_python_of_ours(checkpointed):
     more = [counts[9][i] - counts[4][i] for i in range(2)]
     for found in more:
         found.pop("_hear", None)  # a plan that changes is logged, once
-    assert more[0] == Counter(held=5), more[0]
-    assert more[1] == (Counter(held=5) if checkpointed else Counter()), more[1]
+    assert more == [Counter(), Counter()], more
 
 
 def test_a_backward_on_a_daemon_thread_stops_at_its_next_weight_when_the_interpreter_ends():
@@ -563,5 +561,5 @@ thread = threading.Thread(target=work, daemon=True)
 thread.start()
 begun.wait()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout.strip()) == (0, "_park"), done.stderr

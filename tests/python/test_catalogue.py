@@ -42,7 +42,7 @@ MODELS = {"flux": lambda: diffusers.FluxTransformer2DModel(guidance_embeds=True)
 
 def planned(*words: str):
     done = subprocess.run([sys.executable, "-m", "stagehand", "plan", *words, "--card", "rtx4090", "--json"],
-                          capture_output=True, text=True, timeout=60)
+                          capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

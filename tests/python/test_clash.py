@@ -9,7 +9,7 @@ from stagehand._clash import warn_of_clash
 def stderr_of_import(extra_path) -> str:
     code = f"import sys; sys.path.append({str(extra_path)!r}); import stagehand"
     command = [sys.executable, "-W", "always", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stderr
 

@@ -22,7 +22,7 @@ def found(request, tmp_path_factory):
     folder, world = tmp_path_factory.mktemp("ranks"), request.param
     ranks = [subprocess.Popen([sys.executable, ddp_ranks.__file__, str(rank), str(world), str(folder / "meeting"),
                                str(folder / f"{rank}.pt")], stderr=subprocess.PIPE, text=True) for rank in range(world)]
-    said = [rank.communicate(timeout=280)[1] for rank in ranks]
+    said = [rank.communicate(timeout=300)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(said)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 

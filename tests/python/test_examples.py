@@ -25,7 +25,7 @@ if importlib.util.find_spec("diffusers"):
 
 def example(name, *words) -> children.Done:
     path = str(ROOT / "examples" / name)
-    return children.run_program(IMPORTS, path, "--device", "sim", *map(str, words), limit=280)
+    return children.run_program(IMPORTS, path, "--device", "sim", *map(str, words), limit=300)
 
 
 def finetune(*words) -> children.Done:

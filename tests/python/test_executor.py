@@ -251,7 +251,7 @@ def test_a_back_end_of_ones_own_whose_memory_is_the_hosts(model, tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
                    "STAGEHAND_BACKENDS": str(library)}
     done = subprocess.run([sys.executable, "-c", OWN.format(path=str(path), width=WIDTH)], env=environment,
-                          capture_output=True, text=True, timeout=120)
+                          capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["cpu", str(WIDTH)], done.stderr
 
 

@@ -337,6 +337,19 @@ def test_functions_that_nobody_knows_go_by_layers():
     assert not experts(model)["by_rows"]
 
 
+def test_llama_4_runs_by_layers():
+    """Its own function multiplies with all experts, whatever the router says."""
+    config = transformers.Llama4TextConfig(
+        **SIZES, head_dim=16, intermediate_size=160, intermediate_size_mlp=64, num_local_experts=16,
+        num_experts_per_tok=1, interleave_moe_layer_step=1)
+    model = s.made(transformers.Llama4ForCausalLM, config).eval()
+    plain = s.aligned_copy(model)
+    s.wrap(model, s.nbytes(model) // 2, inference_mode=True)
+    for options in (dict(), dict(batch=3), dict(prompt=20)):
+        assert_equal_runs(model, plain, **options)
+    assert s.runtime(model).plan.get("experts") is None and s.runtime(model).stats["h2d_bytes"] > s.nbytes(plain)
+
+
 def test_the_model_and_its_config_stay_as_they_are():
     model = model_of()
     before = model.config.to_dict()

@@ -611,7 +611,8 @@ def test_a_signal_in_the_middle_of_a_backward():
         timer.start()
         try:
             out.backward()
-            time.sleep(0.2)
+            timer.join()
+            time.sleep(60)  # cut short by the signal, if the backward was not
         except KeyboardInterrupt:
             interrupted += 1
         timer.join()
@@ -660,7 +661,7 @@ def test_sources_go_when_their_copies_are_done():
     sent = grads.start(first)
     del first
     assert alive() is not None
-    for _ in range(1000):
+    for _ in range(24_000):
         time.sleep(0.005)
         grads.start(second)
         if alive() is None:
@@ -680,7 +681,7 @@ def test_a_model_that_is_never_trained_takes_little_host_memory(monkeypatch):
     assert stats(model) == {}
 
     def pinned(size):
-        end = time.monotonic() + 10
+        end = time.monotonic() + 120
         while stats(model)["pinned_bytes"] < size and time.monotonic() < end:
             time.sleep(0.01)
 

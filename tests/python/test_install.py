@@ -20,7 +20,7 @@ def header_version() -> str:
 
 
 def run(*command) -> subprocess.CompletedProcess:
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def test_distribution_has_the_headers_version():

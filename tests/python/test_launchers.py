@@ -29,7 +29,7 @@ found: dict = {}  # name of a run -> (folder, what each rank found)
 def launch(launcher: list, *args: str) -> subprocess.CompletedProcess:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, *launcher, launched.__file__, *args], env=env, capture_output=True,
-                          text=True, timeout=220)
+                          text=True, timeout=300)
 
 
 def of_ranks(run: str, folder) -> tuple:

@@ -9,7 +9,7 @@ import stagehand
 
 
 def python(code: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("before", ["stagehand.load", "from stagehand.layer import LayerRuntime"])

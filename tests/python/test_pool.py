@@ -8,6 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from core_support import wait_until  # noqa: E402
+
 import stagehand  # noqa: E402
 from stagehand import PinnedPool, PinnedSlab, StagehandError, StagehandOOMError  # noqa: E402
 
@@ -60,11 +62,11 @@ def test_more_than_the_pool_has_is_refused_at_once(pool):
 @pytest.mark.alone
 def test_acquire_waits_for_a_release_and_warns(pool):
     held = pool.acquire(4 * MIB)
-    timer = threading.Timer(0.3, pool.release, [held[0]])
-    timer.start()
-    with pytest.warns(RuntimeWarning, match="100 ms"):
+    with pytest.warns(RuntimeWarning, match="100 ms") as warned:
+        releaser = threading.Thread(target=lambda: (wait_until(lambda: len(warned)), pool.release(held[0])))
+        releaser.start()
         slab = pool.acquire(1)
-    timer.join()
+    releaser.join()
     assert slab.buffer.data_ptr() == held[0].buffer.data_ptr()
     stats = pool.stats()
     assert stats["wait_count"] == 1 and stats["total_wait_ms"] >= 100

@@ -250,7 +250,7 @@ def test_host_memory_is_slabs_and_the_share_in_ram(tmp_path):
     """128 MiB of weights, 32 MiB of them in RAM; the simulated device is host memory too."""
     save(tmp_path / "model.safetensors", {f"blocks.{i}.weight": torch.full((2048, 1024), i / 1e4) for i in range(16)})
     drop_cache(tmp_path)
-    done = subprocess.run([sys.executable, "-c", MEMORY, tmp_path], capture_output=True, text=True, timeout=120,
+    done = subprocess.run([sys.executable, "-c", MEMORY, tmp_path], capture_output=True, text=True, timeout=300,
                           cwd=os.path.dirname(__file__))
     assert done.returncode == 0, done.stderr
     peak, device, slabs, ram, block = map(int, done.stdout.split())
@@ -287,7 +287,7 @@ print(file["way"], "|", file["why"])
 def test_where_io_uring_is_refused_threads_read(stack, tmp_path):
     path = single(tmp_path, state(stack[0]))
     drop_cache(tmp_path)
-    done = subprocess.run([sys.executable, "-c", REFUSED, path], capture_output=True, text=True, timeout=120,
+    done = subprocess.run([sys.executable, "-c", REFUSED, path], capture_output=True, text=True, timeout=300,
                           cwd=os.path.dirname(__file__))
     assert done.returncode == 0, done.stderr
     if "no seccomp" in done.stdout:

@@ -1,6 +1,9 @@
 """torch.func's transforms and functional_call round a managed model: the numbers are those of the resident model."""
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import stagehand
@@ -147,3 +150,30 @@ def test_weights_around_tensors_that_take_a_gradient():
     wrap(model, held(model) // 2, inference_mode=True)
     with torch.no_grad():
         assert same(func.vmap(model)(x), func.vmap(ref)(x))
+
+
+NO_STACK = """
+import torch
+stacks = []
+functorch = torch._C._functorch
+for name in ("peek_interpreter_stack", "get_interpreter_stack", "maybe_get_level"):
+    setattr(functorch, name, lambda *args, name=name: stacks.append(name))
+import support
+from torch import nn
+model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+model[2].requires_grad_(False)
+support.wrap(model, support.nbytes(model) // 2)
+x = torch.randn(2, 64, requires_grad=True)
+for _ in range(2):
+    torch.utils.checkpoint.checkpoint_sequential(model, 2, x, use_reentrant=False)
+    torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
+support.runtime(model).shutdown()
+print(stacks)
+"""
+
+
+def test_training_makes_no_stack_of_transforms():
+    """Once a thread has one, autograd copies it for each node of each backward."""
+    done = subprocess.run([sys.executable, "-c", NO_STACK], capture_output=True, text=True, timeout=120,
+                          cwd=os.path.dirname(__file__))
+    assert done.returncode == 0 and done.stdout.strip() == "[]", done.stdout + done.stderr

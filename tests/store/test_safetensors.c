@@ -8,9 +8,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
-#include "base/clock.h"
 #include "base/memory.h"
 #include "stagehand/checkpoint.h"
 #include "store/file.h"
@@ -446,7 +446,7 @@ static void opens_twenty_thousand_tensors_quickly(void **state) {
     strcpy(at, "}");
     write_safetensors(path, header, 3 * TENSORS);
     free(header);
-    int64_t start = sthi_now_ns();
+    clock_t start = clock(); /* of the process: other work on the machine does not count */
     sth_checkpoint *c;
     assert_ok(sth_checkpoint_open(path, &c));
     for (int i = 0; i < TENSORS; i++) {
@@ -455,8 +455,7 @@ static void opens_twenty_thousand_tensors_quickly(void **state) {
         assert_int_equal(sth_checkpoint_find(c, name)->offset, file_bytes(path) - 3 * (uint64_t)(i + 1));
     }
     sth_checkpoint_close(c);
-    assert_true(sthi_now_ns() - start <
-                5000000000); /* 0.05 s on an idle machine; quadratic would be minutes */
+    assert_true(clock() - start < 5 * CLOCKS_PER_SEC); /* it takes 0.05 s; quadratic would be minutes */
 }
 
 int main(void) {

@@ -158,7 +158,7 @@ static void open_setting(world *w, const setting *s, uint64_t budget) {
 static void test_a_replay_reads_what_the_step_reads(void **state) {
     (void)state;
     for (size_t k = 0; k < sizeof SETTINGS / sizeof *SETTINGS; k++)
-        for (uint64_t budget = 130000; budget <= 360000; budget += 23000) {
+        for (uint64_t budget = 130000; budget <= 360000; budget += few_under_tsan(69000, 23000)) {
             const setting *s = &SETTINGS[k];
             world w;
             graph g;
@@ -496,7 +496,7 @@ static void test_a_call_that_fails_inside_a_capture(void **state) {
         const char *first;
         open_setting(&w, s, 200000);
         sth_stream stream = new_stream(&w);
-        for (uint32_t n = 1;; n++) {
+        for (uint32_t n = 1;; n += few_under_tsan(3, 1)) {
             assert_ok(sthi_graph_prepare(w.runtime));
             recorder_begin(stream);
             recorder_fail(n);
@@ -643,7 +643,7 @@ static void play_world(uint64_t seed) {
 static void test_random_worlds(void **state) {
     (void)state;
     const char *one = getenv("STH_WORLD_SEED");
-    uint64_t begin = one ? strtoull(one, NULL, 10) : 0, worlds = UNDER_ASAN || UNDER_TSAN ? 20 : 75;
+    uint64_t begin = one ? strtoull(one, NULL, 10) : 0, worlds = few_under_tsan(8, UNDER_ASAN ? 20 : 75);
     uint64_t end = one ? begin + 1 : cases_to_try((unsigned)worlds);
     for (uint64_t seed = begin; seed < end; seed++) {
         print_message("seed %llu\r", (unsigned long long)seed);

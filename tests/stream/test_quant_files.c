@@ -275,7 +275,7 @@ static void want(const char *folder, int way) {
 static void every_use_sees_what_the_decoder_makes(void **state) {
     write_slab(*state);
     for (int way = 0; way < STH_READ_WAY_COUNT; way++)
-        for (uint32_t readers = 0; readers < few_under_tsan(2, 3); readers++)
+        for (uint32_t readers = few_under_tsan(2, 0); readers < 3; readers++)
             for (int no_expand = 0; no_expand < 2; no_expand++) {
                 quant_world w;
                 setting s = {readers, budget(), 0, no_expand};
@@ -330,7 +330,7 @@ static void half_of_it_in_ram(void **state) {
 
 static void reads_that_fail_name_the_tensor_and_leave_nothing_half(void **state) {
     write_slab(*state);
-    for (uint32_t readers = 0; readers < 3; readers++)
+    for (uint32_t readers = few_under_tsan(2, 0); readers < 3; readers++)
         for (uint64_t n = 1; n < 60; n += 1 + n / 2) {
             quant_world w;
             setting s = {readers, budget(), n % 2 ? budget() / 2 : 0, false};
@@ -354,7 +354,8 @@ static void reads_that_fail_name_the_tensor_and_leave_nothing_half(void **state)
 static void kernels_that_fail_name_the_tensor(void **state) {
     write_slab(*state);
     int named = 0;
-    for (uint64_t n = 1; n < 80; n++) { /* few of these calls are kernels, and which they are changes */
+    /* Few of these calls are kernels, and which they are changes. */
+    for (uint64_t n = 1; n < 80 && named < (int)few_under_tsan(4, 1000); n++) {
         quant_world w;
         setting s = {0, budget(), 0, false};
         assert_ok(open_world(&w, *state, &s));

@@ -466,7 +466,7 @@ static void test_a_slower_link_behind_compute_changes_nothing(void **state) {
 /* A link that turns out slower than measured costs about what the best plan for it would take. */
 static void test_plans_leave_a_margin(void **state) {
     (void)state;
-    for (uint64_t budget = 100000; budget < 260000; budget += 30000) {
+    for (uint64_t budget = 100000; budget < 260000; budget += few_under_tsan(90000, 30000)) {
         world w;
         world_spec spec = world_default(8, EIGHT, budget);
         ok(world_open(&w, &spec));

@@ -416,7 +416,7 @@ static void a_forked_child_touches_nothing(void **state) {
     sthi_lock(&w.runtime->lock);
     pid_t child = fork();
     if (!child) {
-        alarm(20);
+        alarm(240);
         _exit(refuses_all(&w, pool, &lease) ? 0 : 1);
     }
     sthi_unlock(&w.runtime->lock);

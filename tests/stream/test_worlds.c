@@ -34,7 +34,7 @@
 
 enum { FEW_UNITS = 4, MORE_UNITS = 12, SMALL_UNITS = 64, MAX_UNITS = SMALL_UNITS, MAX_KEPT = 3,
        MAX_STREAMS = 3, MAX_SEEN = 128, MAX_WORKERS = 4, DEFAULT_WORLDS = 2500, WORLDS_IN_FULL = 20000,
-       WORLD_SECONDS = 20 };
+       WORLD_SECONDS = 100 };
 
 typedef struct dice {
     uint64_t s;

@@ -13,7 +13,7 @@ from support import tap
 
 
 def run(program: str) -> tuple[int, str]:
-    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=300)
     return done.returncode, done.stderr
 
 

@@ -16,7 +16,11 @@ typedef struct forward_object {
     PyObject *seat, *module, *inner, *of_class;
     PyObject *calls; /* of a container; NULL: it is none */
     char quick;      /* calls may be usual ones */
+    char reads;      /* of a container: NEVER, ONCE_IT_DOES, or EARLY */
 } forward_object;
+
+/* When hooks for weights that a module reads of others stand round its forward. */
+enum { NEVER, ONCE_IT_DOES, EARLY };
 
 /* One call, with references to all that it needs to end. */
 typedef struct call {
@@ -57,27 +61,6 @@ static int some_on_host(const calls_object *calls, PyObject *args, PyObject *kwa
     return found;
 }
 
-/* Lets go of leases that were held until somebody looks at them. */
-static bool look(const here_object *here) {
-    PyObject *done = PyObject_CallNoArgs(here->look);
-    Py_XDECREF(done);
-    return done != NULL;
-}
-
-/* Whether the module says that it is to run without hooks. PyTorch's own classes do not. -1 with an exception. */
-static int opts_out(const forward_object *self, const seat_object *seat) {
-    PyObject *attributes = PyObject_GetAttr(self->module, name___dict__);
-    if (!attributes) return -1;
-    PyObject *value = PyDict_GetItemWithError(attributes, name_stagehand_saved_handles);
-    int out = value ? PyObject_Not(value) : 0;
-    Py_DECREF(attributes);
-    if (PyErr_Occurred()) return -1;
-    if (value || seat->plain || !PyObject_HasAttr((PyObject *)Py_TYPE(self->module), name_stagehand_saved_handles))
-        return out;
-    int with = flag_of((PyObject *)Py_TYPE(self->module), name_stagehand_saved_handles);
-    return with < 0 ? -1 : !with;
-}
-
 /* Of a call that records gradients. */
 static int saves_as_usual(const forward_object *self, const call *c) {
     const calls_object *calls = c->sitter->calls;
@@ -86,7 +69,7 @@ static int saves_as_usual(const forward_object *self, const call *c) {
     if (yes >= 0) yes = !yes;
     if (yes > 0 && (yes = observed()) >= 0) yes = !yes;
     if (yes > 0) yes = says(calls->hooks_enabled);
-    if (yes > 0 && (yes = opts_out(self, c->seat)) >= 0) yes = !yes;
+    if (yes > 0 && (yes = opts_out(self->module, c->seat->plain)) >= 0) yes = !yes;
     return yes;
 }
 
@@ -107,7 +90,7 @@ static int usual(const forward_object *self, call *c, PyObject *args, PyObject *
     if ((yes = says(calls->grad_enabled)) < 0) return -1;
     c->records = yes;
     if (c->records && (yes = saves_as_usual(self, c)) <= 0) return yes;
-    if (PyList_Size(c->here->held) && !look(c->here)) return -1;
+    if (!here_look(c->here)) return -1;
     return sitter_current(c->sitter, c->master);
 }
 
@@ -251,13 +234,18 @@ static void raise_again(raised *first) {
     *first = (raised){0};
 }
 
-/* What the plan says of the exception in place of it: hooks for saved tensors may be the reason. */
-static void explain(const call *c, raised *failure) {
-    if (!c->saver || !failure->type || !PyErr_GivenExceptionMatches(failure->type, PyExc_RuntimeError)) return;
+/* What `who` says of the exception in place of it: hooks for saved tensors, which stood, may be the reason. An
+ * exception that is set then has it as its cause. */
+static void explain(PyObject *who, raised *failure) {
+    if (!failure->type || !PyErr_GivenExceptionMatches(failure->type, PyExc_RuntimeError)) return;
     PyErr_NormalizeException(&failure->type, &failure->error, &failure->trace);
     if (failure->trace) PyException_SetTraceback(failure->error, failure->trace);
-    PyObject *said = PyObject_CallMethodObjArgs(c->seat->plan, name_explain, failure->error, NULL);
+    PyObject *said = PyObject_CallMethodObjArgs(who, name_explain, failure->error, NULL);
     Py_XDECREF(said);
+    if (!PyErr_Occurred()) return;
+    Py_CLEAR(failure->type);
+    Py_CLEAR(failure->error);
+    Py_CLEAR(failure->trace);
 }
 
 /* Ends the call whatever happens. Returns `out`, or NULL with the exception of the call or of its end. */
@@ -275,12 +263,7 @@ static PyObject *end(call *c, PyObject *out) {
         c->sitter->frame = c->frame;
         c->frame = NULL;
     }
-    if (done) explain(c, &failure);
-    if (PyErr_Occurred() && done) { /* with its cause */
-        Py_CLEAR(failure.type);
-        Py_CLEAR(failure.error);
-        Py_CLEAR(failure.trace);
-    }
+    if (done && c->saver) explain(c->seat->plan, &failure);
     raise_again(&failure);
     if (PyErr_Occurred()) Py_CLEAR(out);
     return out;
@@ -324,8 +307,31 @@ static int passes_on(forward_object *self, const calls_object *calls, const here
     int yes = is_of_class(self);
     if (yes > 0 && (yes = says(calls->compiler)) >= 0) yes = !yes;
     if (yes > 0 && (yes = flag_of(calls->steps, name_after_backward)) >= 0) yes = !yes;
-    if (yes > 0 && (yes = flag_of((PyObject *)self, name_reads)) >= 0) yes = !yes;
     return yes;
+}
+
+/* Calls the own forward of a module that reads weights of modules inside it. */
+static PyObject *call_reader(forward_object *self, here_object *here, calls_object *calls, PyObject *inner,
+                             PyObject *args, PyObject *kwargs) {
+    reading r;
+    PyObject *out = NULL, *module = self->module;
+    Py_INCREF(module);
+    if (reading_begin(&r, here, calls, module, self->reads == EARLY))
+        out = call_inner(self, here, inner, args, kwargs);
+    raised failure = take_raised();
+    bool stood = r.saver != NULL;
+    if (r.late) self->reads = EARLY;
+    if (reading_end(&r, here) && stood) explain((PyObject *)self, &failure);
+    raise_again(&failure);
+    if (PyErr_Occurred()) Py_CLEAR(out);
+    Py_DECREF(module);
+    return out;
+}
+
+static PyObject *call_own(forward_object *self, here_object *here, calls_object *calls, PyObject *inner,
+                          PyObject *args, PyObject *kwargs) {
+    if (self->reads && self->module) return call_reader(self, here, calls, inner, args, kwargs);
+    return call_inner(self, here, inner, args, kwargs);
 }
 
 static PyObject *other_call(PyObject *op, PyObject *args, PyObject *kwargs) {
@@ -341,7 +347,7 @@ static PyObject *container_call(forward_object *self, PyObject *args, PyObject *
     Py_INCREF(calls);
     here_object *here = here_of(calls);
     int yes = here ? passes_on(self, calls, here) : -1;
-    if (yes > 0) out = call_inner(self, here, self->inner, args, kwargs);
+    if (yes > 0) out = call_own(self, here, calls, self->inner, args, kwargs);
     Py_XDECREF(here);
     Py_DECREF(calls);
     return yes ? out : other_call((PyObject *)self, args, kwargs);
@@ -352,8 +358,9 @@ static PyObject *forward_inside(PyObject *op, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OOO!O!:inside", &calls, &inner, &PyTuple_Type, &positional, &PyDict_Type, &named))
         return NULL;
     if (!is_calls(calls)) return PyErr_Format(PyExc_TypeError, "inside: of a Calls");
-    here_object *here = here_of((calls_object *)calls);
-    PyObject *out = here ? call_inner((forward_object *)op, here, inner, positional, named) : NULL;
+    calls_object *own = (calls_object *)calls;
+    here_object *here = here_of(own);
+    PyObject *out = here ? call_own((forward_object *)op, here, own, inner, positional, named) : NULL;
     Py_XDECREF(here);
     return out;
 }
@@ -452,6 +459,9 @@ static PyMemberDef members[] = {
      "The forward of the module's class that `_inner` is; None: it is the instance's own."},
     {"quick", T_BOOL, offsetof(forward_object, quick), 0,
      "Whether calls may be usual ones, which managed_call does not see."},
+    {"reads", T_BYTE, offsetof(forward_object, reads), 0,
+     "Of a container. 0: its module reads no weights from outside their calls. 1: hooks for saved tensors stand from\n"
+     "its first such read in a call on. 2: from the call's begin on."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -463,7 +473,8 @@ static PyGetSetDef properties[] = {
 
 static PyType_Slot forward_slots[] = {
     {Py_tp_doc, (void *)"The base of ManagedForward: usual calls, without Python code.\n"
-                        "managed_call(*args, **kwargs): the others."},
+                        "managed_call(*args, **kwargs): the others. explain(error): raises what to do about an\n"
+                        "error of a call round which hooks for saved tensors stood."},
     {Py_tp_call, forward_call},   {Py_tp_dealloc, forward_dealloc}, {Py_tp_traverse, forward_traverse},
     {Py_tp_clear, forward_clear}, {Py_tp_members, members},         {Py_tp_getset, properties},
     {Py_tp_methods, methods},

@@ -85,6 +85,18 @@ static bool offset_of(PyObject *entry, uint64_t *out) {
     return done;
 }
 
+/* What a saved weight of the open step holds, which lives while a handle does. */
+static PyObject *held_now(const calls_object *calls) {
+    PyObject *ref = PyObject_GetAttr(calls->steps, name_held_ref);
+    if (!ref) return NULL;
+    PyObject *held = ref == Py_None ? Py_None : PyWeakref_GetObject(ref);
+    Py_XINCREF(held);
+    Py_DECREF(ref);
+    if (held != Py_None) return held;
+    Py_DECREF(held);
+    return PyObject_CallMethodObjArgs(calls->steps, name_held, NULL);
+}
+
 PyObject *handle_new(calls_object *calls, PyObject *unit, PyObject *entry, PyObject *copy, PyObject *tensor,
                      uint64_t offset, looks *seen) {
     handle_object *self = (handle_object *)PyType_GenericAlloc((PyTypeObject *)calls->handle, 0);
@@ -98,7 +110,7 @@ PyObject *handle_new(calls_object *calls, PyObject *unit, PyObject *entry, PyObj
     /* A part of a weight has a version of its own making, which the mark's field does not have. */
     if (number_of(entry, name_version, &self->version) && number_of(copy, name__version, &self->copy_version))
         self->kind = kind_of(calls, tensor);
-    if (!PyErr_Occurred()) self->held = PyObject_CallMethodObjArgs(calls->steps, name_held, NULL);
+    if (!PyErr_Occurred()) self->held = held_now(calls);
     if (self->held && offset_of(entry, &begin)) {
         self->offset = begin + offset;
         return (PyObject *)self;

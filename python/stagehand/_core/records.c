@@ -65,6 +65,13 @@ static PyObject *here_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     return (PyObject *)self;
 }
 
+bool here_look(const here_object *self) {
+    if (!PyList_Size(self->held)) return true;
+    PyObject *done = PyObject_CallNoArgs(self->look);
+    Py_XDECREF(done);
+    return done != NULL;
+}
+
 static PyObject *here_inside(PyObject *op, void *closure) {
     (void)closure;
     PyObject *inside = ((here_object *)op)->inside;
@@ -84,6 +91,14 @@ static PyMemberDef here_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
+static PyMethodDef here_methods[] = {
+    {"save_outside", here_save_outside, METH_NOARGS,
+     "save_outside()\n--\n\n"
+     "The thread is about to lease a weight from outside its own module's call. In a reader's call, what autograd\n"
+     "saves of it becomes handles from now on, where hooks may be put up."},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyType_Slot here_slots[] = {
     {Py_tp_doc,
      (void *)"Here(passes, strays, frames, held, look)\n--\n\n"
@@ -91,7 +106,7 @@ static PyType_Slot here_slots[] = {
              "held has items."},
     {Py_tp_new, here_new},     {Py_tp_dealloc, here_dealloc}, {Py_tp_traverse, here_traverse},
     {Py_tp_clear, here_clear}, {Py_tp_members, here_members},
-    {Py_tp_getset, here_properties}, {0, NULL},
+    {Py_tp_getset, here_properties}, {Py_tp_methods, here_methods}, {0, NULL},
 };
 PyType_Spec here_spec = {"stagehand._core.Here", sizeof(here_object), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, here_slots};

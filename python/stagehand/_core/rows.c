@@ -1,16 +1,19 @@
 /* Type Rows: tables of rows, such as experts, and the pool of slots that they come to. Addresses are the caller's:
  * who opens the pool keeps its memory until close_pool(), who adds a table keeps that of its rows. */
 #include "convert.h"
+#include "sources.h"
 #include "stagehand/rows.h"
 
 typedef struct rows_object {
     PyObject ob_base;
     sth_rows *rows;
     uint32_t part_count;
+    PyObject *checkpoints; /* that tables lie in */
     guard guard;
 } rows_object;
 
 static void end_rows(void *owner) { sth_rows_destroy(((rows_object *)owner)->rows); }
+static void rows_ended(void *owner) { let_checkpoints_go(&((rows_object *)owner)->checkpoints); }
 
 /* `count` numbers of a sequence, or, where `out_count` is given, 1 to `count`. */
 static bool parse_numbers(PyObject *given, uint64_t *out, uint32_t count, uint32_t *out_count) {
@@ -33,7 +36,7 @@ static bool parse_addresses(const rows_object *self, PyObject *given, const void
 }
 
 static PyObject *rows_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"device", "part_bytes", "read_only", "name", "view_most", NULL};
+    static char *names[] = {"device", "part_bytes", "read_only", "name", "view_most", "ram_bytes", NULL};
     core_state *state = PyType_GetModuleState(type);
     sth_rows_options options;
     device_object *device;
@@ -41,14 +44,17 @@ static PyObject *rows_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     int read_only = 0;
     sth_status status;
     sth_rows_options_init(&options);
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|$pzO&:Rows", names, state->device, &device, &parts,
-                                     &read_only, &options.name, to_u32, &options.view_most))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|$pzO&O&:Rows", names, state->device, &device, &parts,
+                                     &read_only, &options.name, to_u32, &options.view_most, to_u64,
+                                     &options.ram_bytes))
         return NULL;
     options.read_only = read_only;
     if (!parse_numbers(parts, options.part_bytes, STH_ROWS_PARTS_MAX, &options.part_count)) return NULL;
     rows_object *self = (rows_object *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
-    if (!guard_enter(&device->guard)) {
+    self->checkpoints = PyList_New(0);
+    if (!self->checkpoints || !guard_enter(&device->guard)) {
+        Py_CLEAR(self->checkpoints);
         Py_DECREF(self);
         return NULL;
     }
@@ -56,11 +62,12 @@ static PyObject *rows_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     guard_leave(&device->guard);
     if (status != STH_OK) {
         raise_status(status);
+        Py_CLEAR(self->checkpoints);
         Py_DECREF(self);
         return NULL;
     }
     self->part_count = options.part_count;
-    self->guard = (guard){.owner = self, .end = end_rows, .name = "Rows", .open = true};
+    self->guard = (guard){.owner = self, .end = end_rows, .ended = rows_ended, .name = "Rows", .open = true};
     return (PyObject *)self;
 }
 
@@ -84,6 +91,34 @@ static PyObject *rows_add_table(PyObject *op, PyObject *args) {
     WITHOUT_GIL(status, sth_rows_add_table(self->rows, name, rows, parts, &table));
     PyObject *result = status == STH_OK ? PyLong_FromUnsignedLong(table) : raise_status(status);
     guard_leave(&self->guard);
+    return result;
+}
+
+static PyObject *rows_add_file_table(PyObject *op, PyObject *args) {
+    rows_object *self = (rows_object *)op;
+    core_state *state = PyType_GetModuleState(Py_TYPE(op));
+    const char *name;
+    uint64_t offsets[STH_ROWS_PARTS_MAX];
+    uint32_t rows, range_count, table = 0;
+    sth_file_range *ranges;
+    PyObject *checkpoint, *given, *parts;
+    sth_status status;
+    if (!PyArg_ParseTuple(args, "sO&O!OO:add_file_table", &name, to_u32, &rows, state->checkpoint, &checkpoint, &given,
+                          &parts))
+        return NULL;
+    if (!parse_numbers(parts, offsets, self->part_count, NULL) || !parse_ranges(given, &ranges, &range_count))
+        return NULL;
+    PyObject *result = NULL;
+    if (guard_enter(&self->guard)) {
+        if (keep_checkpoint(self->checkpoints, checkpoint)) {
+            WITHOUT_GIL(status, sth_rows_add_file_table(self->rows, name, rows,
+                                                        ((checkpoint_object *)checkpoint)->checkpoint, ranges,
+                                                        range_count, offsets, &table));
+            result = status == STH_OK ? PyLong_FromUnsignedLong(table) : raise_status(status);
+        }
+        guard_leave(&self->guard);
+    }
+    PyMem_Free(ranges);
     return result;
 }
 
@@ -185,7 +220,8 @@ static PyObject *rows_synchronize(PyObject *op, PyObject *none) {
 static const field stats_fields[] = {
     STATS(tables, U32), STATS(slots, U32),   STATS(views, U32), STATS(row_bytes, U64), STATS(asked, U64),
     STATS(hits, U64),   STATS(brought, U64), STATS(ahead, U64), STATS(h2d_bytes, U64), STATS(copies, U64),
-    FIELD_END,
+    STATS(ram_slots, U32), STATS(ram_bytes, U64), STATS(ram_pinned_bytes, U64), STATS(ram_hits, U64),
+    STATS(read_bytes, U64), FIELD_END,
 };
 #undef STATS
 
@@ -250,6 +286,10 @@ static PyMethodDef rows_methods[] = {
     {"add_table", rows_add_table, METH_VARARGS,
      "add_table(name, row_count, addresses, /)\n--\n\n"
      "A table whose parts begin at these addresses in host memory; its number. While the pool is closed."},
+    {"add_file_table", rows_add_file_table, METH_VARARGS,
+     "add_file_table(name, row_count, checkpoint, ranges, part_offsets, /)\n--\n\n"
+     "The same of rows in files: part i of row r begins at part_offsets[i] + r x part_bytes[i] of an image whose\n"
+     "bytes the ranges [(file, offset, bytes, offset in the image)] name."},
     {"set_host", rows_set_host, METH_VARARGS,
      "set_host(table, addresses, /)\n--\n\nThe table's rows are there from now on. Waits for copies under way."},
     {"open", rows_open, METH_VARARGS,
@@ -280,10 +320,10 @@ static PyMethodDef rows_methods[] = {
 };
 
 static PyType_Slot rows_type_slots[] = {
-    {Py_tp_doc, (void *)"Rows(device, part_bytes, *, read_only=False, name=None, view_most=1023)\n--\n\n"
+    {Py_tp_doc, (void *)"Rows(device, part_bytes, *, read_only=False, name=None, view_most=1023, ram_bytes=0)\n--\n\n"
                         "Tables of rows, of which calls use some, and a pool of slots (stagehand/rows.h).\n"
                         "part_bytes: of a row in each tensor. read_only: host memory is written after written()\n"
-                        "alone. view_most: slots that one call may see."},
+                        "alone. view_most: slots that one call may see. ram_bytes: of host memory for rows of files."},
     {Py_tp_new, rows_new},
     {Py_tp_dealloc, rows_dealloc},
     {Py_tp_methods, rows_methods},

@@ -9,17 +9,13 @@
 #include <string.h>
 
 #include "convert.h"
+#include "sources.h"
 
 static void end_runtime(void *owner) { sth_runtime_destroy(((runtime_object *)owner)->runtime); }
 
 static void runtime_ended(void *owner) {
     runtime_object *self = owner;
-    PyObject *checkpoints = self->checkpoints;
-    self->checkpoints = NULL;
-    Py_ssize_t count = checkpoints ? PyList_Size(checkpoints) : 0;
-    for (Py_ssize_t i = 0; i < count; i++)
-        guard_leave(&((checkpoint_object *)PyList_GetItem(checkpoints, i))->guard);
-    Py_XDECREF(checkpoints);
+    let_checkpoints_go(&self->checkpoints);
     Py_CLEAR(self->arenas);
     py_allocator *allocator = self->allocator;
     self->allocator = NULL;
@@ -162,41 +158,6 @@ static void runtime_dealloc(PyObject *op) {
 
 /* ---- units ---- */
 
-static bool parse_one_range(PyObject *item, sth_file_range *out) {
-    PyObject *tuple = PySequence_Tuple(item);
-    if (!tuple) return false;
-    int valid = PyArg_ParseTuple(
-        tuple, "O&O&O&O&;a range is (file index, file offset, bytes, offset in the place)", to_u32,
-        &out->file, to_u64, &out->file_offset, to_u64, &out->bytes, to_u64, &out->place_offset);
-    Py_DECREF(tuple);
-    return valid;
-}
-
-/* *out_ranges is from PyMem_Malloc; NULL for none. */
-static bool parse_ranges(PyObject *given, sth_file_range **out_ranges, uint32_t *out_count) {
-    PyObject *items = PySequence_Tuple(given);
-    if (!items) return false;
-    Py_ssize_t count = PyTuple_Size(items);
-    sth_file_range *ranges = NULL;
-    bool valid = count <= (Py_ssize_t)UINT32_MAX;
-    if (!valid) PyErr_SetString(PyExc_ValueError, "too many ranges");
-    if (valid && count) {
-        ranges = PyMem_Malloc((size_t)count * sizeof *ranges);
-        valid = ranges != NULL;
-        if (!valid) PyErr_NoMemory();
-    }
-    for (Py_ssize_t i = 0; valid && i < count; i++)
-        valid = parse_one_range(PyTuple_GetItem(items, i), &ranges[i]);
-    Py_DECREF(items);
-    if (!valid) {
-        PyMem_Free(ranges);
-        return false;
-    }
-    *out_ranges = ranges;
-    *out_count = (uint32_t)count;
-    return true;
-}
-
 /* *out is from PyMem_Malloc, its names belong to the objects in `items`, a tuple. */
 static bool parse_tensors(PyObject *items, sth_unit_tensor **out, uint32_t *out_count) {
     Py_ssize_t count = PyTuple_Size(items);
@@ -218,22 +179,8 @@ static bool parse_tensors(PyObject *items, sth_unit_tensor **out, uint32_t *out_
     return true;
 }
 
-static bool listed(PyObject *list, PyObject *object) {
-    for (Py_ssize_t i = PyList_Size(list); i-- > 0;)
-        if (PyList_GetItem(list, i) == object) return true;
-    return false;
-}
-
 static bool keep_arena(runtime_object *self, PyObject *arena) {
-    return arena == Py_None || listed(self->arenas, arena) || PyList_Append(self->arenas, arena) == 0;
-}
-
-static bool keep_checkpoint(runtime_object *self, PyObject *checkpoint) {
-    if (checkpoint == Py_None || listed(self->checkpoints, checkpoint)) return true;
-    if (!guard_enter(&((checkpoint_object *)checkpoint)->guard)) return false;
-    if (PyList_Append(self->checkpoints, checkpoint) == 0) return true;
-    guard_leave(&((checkpoint_object *)checkpoint)->guard);
-    return false;
+    return arena == Py_None || is_listed(self->arenas, arena) || PyList_Append(self->arenas, arena) == 0;
 }
 
 static bool check_sources(runtime_object *self, PyObject *arena, PyObject *checkpoint) {
@@ -325,7 +272,7 @@ static PyObject *runtime_add_unit(PyObject *op, PyObject *args, PyObject *kwargs
         desc.master = (const void *)(uintptr_t)master;
         if (arena != Py_None) desc.arena = ((arena_object *)arena)->arena;
         if (checkpoint != Py_None) desc.checkpoint = ((checkpoint_object *)checkpoint)->checkpoint;
-        if (keep_arena(self, arena) && keep_checkpoint(self, checkpoint)) result = add(self, &desc);
+        if (keep_arena(self, arena) && keep_checkpoint(self->checkpoints, checkpoint)) result = add(self, &desc);
         guard_leave(&self->guard);
     }
     free_parts(&parts);

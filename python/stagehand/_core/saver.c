@@ -168,6 +168,18 @@ PyObject *saver_begin(sitter_object *sitter, const shown *shown) {
     return (PyObject *)self;
 }
 
+bool saver_is_of(PyObject *value, const calls_object *calls) {
+    return Py_TYPE(value) == (PyTypeObject *)calls->saver && ((saver_object *)value)->calls == calls;
+}
+
+PyObject *saver_outside(calls_object *calls) {
+    PyObject *places = PyList_New(0);
+    saver_object *self = places ? (saver_object *)PyType_GenericAlloc((PyTypeObject *)calls->saver, 0) : NULL;
+    if (self && !(fill(self, calls, places) && put_up(self))) Py_CLEAR(self);
+    Py_XDECREF(places);
+    return (PyObject *)self;
+}
+
 /* Whether a weight that the call saw has been written; 1 with an exception. */
 static bool anything_written(const saver_object *self) {
     for (Py_ssize_t i = 0; i < PyList_Size(self->places); i++)

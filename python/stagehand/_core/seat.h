@@ -1,6 +1,7 @@
 /* What the hot path of a call shares: records.c (what it looks at), seat.c (a module's one weight, leased),
- * call.c (the call), masters.c (its dictionary), handle.c (a weight that autograd saves), saver.c (the hooks
- * that make handles). The GIL guards all fields but those of a place. */
+ * call.c (the call), masters.c (its dictionary), handle.c (a weight that autograd saves), saver.c (the hooks that
+ * make handles), reading.c (weights that a call reads of other modules). The GIL guards all fields but those of a
+ * place. */
 #ifndef STAGEHAND_PYTHON_SEAT_H
 #define STAGEHAND_PYTHON_SEAT_H
 #include <stdatomic.h>
@@ -13,6 +14,7 @@ typedef struct here_object {
     PyObject ob_base;
     PyObject *passes, *strays, *frames, *held, *look;
     PyObject *inside; /* borrowed: the innermost Forward whose module's own forward the thread is in; NULL: none */
+    struct reading *reading; /* the innermost call of a reader; NULL: none */
     int saving;
 } here_object;
 
@@ -94,6 +96,8 @@ typedef struct seat_object {
 
 bool is_seat(PyObject *value);
 bool is_calls(PyObject *value); /* records.c */
+/* records.c: lets go of leases that were held until somebody looks at them. false with an exception. */
+bool here_look(const here_object *self);
 /* Of the calling thread; a new reference, NULL with an exception. */
 here_object *seat_here(const seat_object *self);
 /* -1 with an exception. Whether the callable says yes. */
@@ -127,10 +131,29 @@ PyObject *know_unpack(PyObject *module, PyObject *function);
 PyObject *watch_unpack(PyObject *module, PyObject *more);
 
 /* saver.c: hooks for a call of the sitter's module that sees `shown`, in force until saver_end. NULL with an
- * exception. */
+ * exception. saver_outside: for weights that the thread leases from outside their modules' calls, alone. */
 PyObject *saver_begin(sitter_object *sitter, const shown *shown);
+PyObject *saver_outside(calls_object *calls);
+bool saver_is_of(PyObject *value, const calls_object *calls); /* whether it is one, of these calls */
 /* false with an exception; the hooks are not in force any more even then. */
 bool saver_end(PyObject *self);
+
+/* reading.c: a call of a reader (weights/reading.py), from begin to end, in the caller's memory. */
+typedef struct reading {
+    struct reading *around;
+    calls_object *calls; /* borrowed */
+    PyObject *module;    /* borrowed */
+    PyObject *top;       /* the pair of hooks in force when it began, or None; NULL: it records no gradients */
+    PyObject *saver;     /* NULL: it has read no weight, or hooks may not be put up */
+    bool late;           /* they could not: a pair lay on top that ends before the call */
+} reading;
+/* early: the hooks are put up at once. false with an exception; reading_end in any case, with no exception set. */
+bool reading_begin(reading *self, here_object *here, calls_object *calls, PyObject *module, bool early);
+bool reading_end(reading *self, here_object *here);
+PyObject *here_save_outside(PyObject *here, PyObject *none);
+/* Whether the module says that it is to run without hooks. plain: its class is one of PyTorch's. -1 with an
+ * exception. */
+int opts_out(PyObject *module, bool plain);
 
 /* modes.c: whether any mode of the caller's is active, and whether one sees functions of torch, the reading of
  * attributes among them. -1 with an exception. */
@@ -138,12 +161,12 @@ int observed(void);
 int functions_are_seen(void);
 
 /* Attributes that are asked for in each call. */
-#define SEAT_NAMES(X)                                                                                      \
-    X(_version) X(version) X(data_ptr) X(requires_grad) X(__dict__) X(_use_count) X(untyped_storage) X(_cdata)        \
-    X(here) X(forward) X(is_cpu) X(uploads) X(leave) X(seat) X(shown) X(managed_call) X(param)             \
-    X(used_quietly) X(layout) X(is_neg) X(dtype) X(shape) X(stride) X(graph) X(held) X(index) X(cut_off)           \
-    X(backwards) X(offset) X(after_backward) X(settle) X(pack_other) X(note_copies) X(saver) X(nbytes)     \
-    X(__module__) X(explain) X(stagehand_saved_handles) X(local) X(reads)
+#define SEAT_NAMES(X) \
+    X(_version) X(version) X(data_ptr) X(requires_grad) X(__dict__) X(_use_count) X(untyped_storage) X(_cdata) \
+    X(here) X(forward) X(is_cpu) X(uploads) X(leave) X(seat) X(shown) X(managed_call) X(param) X(used_quietly) \
+    X(layout) X(is_neg) X(dtype) X(shape) X(stride) X(graph) X(held) X(held_ref) X(index) X(cut_off) X(backwards) \
+    X(offset) X(after_backward) X(settle) X(pack_other) X(note_copies) X(saver) X(nbytes) X(__module__) X(explain) \
+    X(stagehand_saved_handles) X(local)
 #define SEAT_NAME(name) extern PyObject *name_##name;
 SEAT_NAMES(SEAT_NAME)
 #undef SEAT_NAME

@@ -46,6 +46,10 @@ class Record:
     nbytes: int
     scale: float = 1.0
 
+    def pieces(self) -> list[tuple[int, int, int, int]]:
+        """(file, offset in it, bytes, offset in the tensor), in the order of the tensor."""
+        return [(self.file, self.offset, self.nbytes, 0)]
+
     @property
     def dtype(self) -> torch.dtype:
         """CheckpointError when Stagehand does not know the dtype, or this version of PyTorch does not have it."""
@@ -114,8 +118,8 @@ class Checkpoint(NotCopied, Mapping):
         """The stored numbers of one tensor, contiguous, in fresh host memory; `scale` is not applied."""
         with unseen():
             data = torch.empty(record.nbytes, dtype=torch.uint8, device="cpu")
-            if record.nbytes:
-                self.core.read(record.file, record.offset, record.nbytes, data.data_ptr())
+            for file, offset, nbytes, at in record.pieces() if record.nbytes else ():
+                self.core.read(file, offset, nbytes, data.data_ptr() + at)
             return data.view(record.dtype).reshape(record.shape)
 
     def file_of(self, record: Record) -> str:

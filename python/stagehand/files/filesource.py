@@ -2,7 +2,8 @@
 
 `match` checks everything and changes nothing; `bind` gives each parameter a view of its file, so that
 state_dict, deepcopy and reads at rest see right values without a copy in RAM (what is stored with a scale goes there).
-With map=False nothing is mapped: a parameter is a FileWeight, which reads its tensor each time. Streaming never touches
+A parameter that is joined from several tensors (merged.py) is a FileWeight, which reads them each time, and so is each
+parameter with map=False. Streaming never touches
 either: the core reads the files by positioned reads.
 """
 
@@ -18,7 +19,9 @@ from ..errors import CheckpointError, DtypeMismatchError, StagehandError, some_o
 from ..weights import hostmem
 from ..weights.fileweight import UNMAPPED, FileWeight, put
 from ..weights.units import Storages, full_name, owned, plain_reason
+from . import merged
 from .checkpoint import Checkpoint, Record
+from .merged import MergedRecord
 from .names import ranks
 
 nn = torch.nn
@@ -113,6 +116,7 @@ class FileSource:
         self._bound: dict[int, Binding] = {}  # id(parameter)
         self._params: dict[int, nn.Parameter] = {}  # the same, which this keeps alive
         self.used: set[str] = set()  # tensors that were matched
+        self._reads_later = not map  # FileWeights read the checkpoint after close
 
     # ------------------------------------------------------------------ finding
 
@@ -172,6 +176,11 @@ class FileSource:
             if hits:
                 self.used.update(hit.name for hit in hits)
                 return hits[0]
+        for name in want.names:
+            joined = merged.find(self.records, name, want.shape, self.checkpoint.files)
+            if joined is not None:
+                self.used.update(part.name for part in joined.parts)
+                return joined
         return None
 
     def _equal(self, a: Record, b: Record) -> bool:
@@ -225,15 +234,23 @@ class FileSource:
 
     def _why_decoded(self, binding: Binding) -> str:
         """Why a parameter's bytes cannot be those of the file; "": they can."""
-        return "the file holds it with a scale" if binding.record.scale != 1.0 else ""
+        record = binding.record
+        if isinstance(record, MergedRecord):
+            if any(type(part) is not Record or part.scale != 1.0 for part in record.parts):
+                return "the file holds the tensors of its experts packed, or with a scale"
+            return "" if record.aligned else f"its experts' tensors are no multiple of {_core.ALIGN} bytes"
+        return "the file holds it with a scale" if record.scale != 1.0 else ""
 
     def _views_file(self, binding: Binding) -> bool:
         """Whether `bind` gives the parameter a view of its file."""
-        return self._map_files and not self._why_decoded(binding)
+        return self._map_files and not isinstance(binding.record, MergedRecord) and not self._why_decoded(binding)
 
     def _values(self, binding: Binding) -> torch.Tensor:
         """What a tensor of the file means, in fresh host memory."""
-        return self.value(binding.record.name)
+        record = binding.record
+        if isinstance(record, MergedRecord):
+            return torch.cat([self.value(part.name).reshape(-1) for part in record.parts]).reshape(record.shape)
+        return self.value(record.name)
 
     def _decode_into_memory(self, binding: Binding, reason: str) -> None:
         want = binding.wanted
@@ -253,7 +270,7 @@ class FileSource:
 
     def _bind_one(self, binding: Binding) -> None:
         record, want = binding.record, binding.wanted
-        if not self._map_files:
+        if not self._map_files or isinstance(record, MergedRecord):
             self._bind_unmapped(binding)
             return
         if record.nbytes:
@@ -273,8 +290,10 @@ class FileSource:
             for param in list(want.params):
                 self._give(want, param, data)
             return
-        self._stand_in(binding, FileWeight.over(want.names[0], record.shape, record.dtype,
-                                                lambda: checkpoint.read(record), unlock=UNMAPPED))
+        self._reads_later = True
+        self._stand_in(binding, FileWeight.over(
+            want.names[0], record.shape, record.dtype, lambda: checkpoint.read(record),
+            unlock=merged.READ_ONLY if isinstance(record, MergedRecord) else UNMAPPED))
 
     def _stand_in(self, binding: Binding, weight: FileWeight) -> None:
         """`weight` in place of the parameter."""
@@ -359,7 +378,7 @@ class FileSource:
         ranges = []
         for entry in unit.entries:
             record = self._bound[id(entry.param)].record
-            ranges.append((record.file, record.offset, record.nbytes, entry.offset))
+            ranges += [(file, offset, nbytes, entry.offset + at) for file, offset, nbytes, at in record.pieces()]
         return {"checkpoint": self.checkpoint.core, "ranges": ranges}
 
     def read(self, param) -> torch.Tensor:
@@ -373,7 +392,7 @@ class FileSource:
     def close(self) -> None:
         """Closes the files; bound parameters stay readable: FileWeights keep them open. May be called again."""
         self._maps.clear()
-        if self._map_files:
+        if not self._reads_later:
             self.checkpoint.close()
 
     def discard(self) -> None:

@@ -33,6 +33,7 @@ _ALIASES = [
         ("ff.net.2", "ff.linear_out"),
         ("ff_context.net.0.proj", "ff_context.linear_in"),
         ("ff_context.net.2", "ff_context.linear_out"),
+        ("mlp", "block_sparse_moe"),
     )
 ]
 

@@ -124,7 +124,8 @@ class QuantSource(FileSource):
     def _why_decoded(self, binding) -> str:
         record, want = binding.record, binding.wanted
         if not isinstance(record, LayerRecord):
-            return "" if record.dtype == want.dtype else f"the file holds it as {record.dtype_name}"
+            why = "" if record.dtype == want.dtype else f"the file holds it as {record.dtype_name}"
+            return why or super()._why_decoded(binding)
         if not self._inference_mode and any(param.requires_grad for param in want.params):
             return "it trains"
         if any(type(param) not in (torch.nn.Parameter, FileWeight) for param in want.params):

@@ -58,6 +58,19 @@ from .writes import Writes
 nn = torch.nn
 
 
+_NO_TENSORS = {type(None), bool, int, float, str, torch.dtype, torch.device}
+
+
+def may_be_on_host(value) -> bool:
+    """Whether a tensor in the value is on the host, or it is of a kind that may have such ones inside."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return any(map(may_be_on_host, value))
+    if kind is dict:
+        return any(map(may_be_on_host, value.values()))
+    return value.is_cpu if isinstance(value, torch.Tensor) else kind not in _NO_TENSORS
+
+
 class Session(NotCopied):
     """See the module's docstring.
 
@@ -190,6 +203,8 @@ class Session(NotCopied):
         items = self.takeover.outside()
         self.stay.open_with(items)
         options = {**devices.allocator(self.target), **self.options}
+        if options.get("ram_budget"):
+            options["ram_budget"] -= self.tables.ram_share()
         self.core, self.telemetry_path = telemetryfile.open_with(
             options.pop("telemetry_path", None), lambda path: _core.Runtime(
                 self.target.core, self.budget, reserved=0 if self.stay.away else self.stay.reserved,
@@ -453,6 +468,8 @@ class Session(NotCopied):
         if observed():
             with aside():
                 return self.inputs_on_device(args, kwargs)
+        if not may_be_on_host((args, kwargs)):  # each part that a backward computes again comes by here
+            return args, kwargs
 
         def move(value):
             if isinstance(value, torch.Tensor) and value.is_cpu:

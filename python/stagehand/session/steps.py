@@ -48,9 +48,9 @@ class Steps:
 
     # Of its session.
     USES = """casts.settle check_process closed core ending finding given images.follow_masters images.renew
-        inference_mode local options regions.find_due regions.put_back_left stay.asking stay.come_back stay.make_way
-        stay.others_go_home stay.tell_arbiters streaming tables.let_write tables.pass_begins trained.settle
-        writes.refuse_lost_writes writes.settle writes.undo_lost_writes"""
+        inference_mode local options regions.find_due regions.found regions.put_back_left stay.asking
+        stay.come_back stay.make_way stay.others_go_home stay.tell_arbiters streaming tables.let_write
+        tables.pass_begins trained.settle writes.refuse_lost_writes writes.settle writes.undo_lost_writes"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -63,7 +63,7 @@ class Steps:
         self._calls = 0  # in it, of the model, where contexts are round them
         self.passing = 0  # calls of parts of the model that are under way
         self._graph = None  # weakref of the Graph of the open step
-        self._held = None  # weakref of what saved weights hold of it
+        self.held_ref = None  # weakref of what saved weights hold of it
         self._graphs = weakref.WeakSet()  # of all steps
         self._backward_seen = False
         self._ended = False  # end_step() came inside the open step, which closes as soon as it can
@@ -142,13 +142,19 @@ class Steps:
         if not local.depth:
             local.ended()
 
-    @contextlib.contextmanager
-    def passage(self):
-        """A call of a part of the model alone: no step of its own."""
-        session = self._session
+    def passage(self) -> _Passage:
+        """A context for a call of a part of the model alone: no step of its own. In a backward, where checkpointing
+        computes parts again, there are some for each part."""
+        return _Passage(self)
+
+    def begin_passage(self, token: Pass) -> bool:
+        """Whether it counts in `passing`: `end_passage` takes it back."""
+        session, local = self._session, self._local
         session.check_process()
-        local, token = self._local, Pass(held=False)
-        passes, passes_by = local.passes, False
+        passes_by = False
+        if self._computes_again():
+            local.enter(token)
+            return passes_by
         try:
             if local.idle():
                 self.recover()
@@ -160,23 +166,40 @@ class Steps:
                     passes_by = True
                 self._pass_by()
             local.enter(token)
-            yield
-            if len(passes) == 1:
-                session.writes.refuse_lost_writes()
-        finally:
-            passes.pop(token, None)
-            local.depth = len(passes)
-            if not passes:
+        except BaseException:
+            self.end_passage(token, passes_by)
+            raise
+        return passes_by
+
+    def _computes_again(self) -> bool:
+        """Whether the thread is in a backward that is known, and nothing is left of passes before: one that begins has
+        nothing to do."""
+        return (_task() in self.backwards and self._local.quiet() and not self._session.regions.found
+                and not observed())
+
+    def end_passage(self, token: Pass, passes_by: bool) -> None:
+        """The call of a part is over, or could not begin."""
+        local = self._local
+        passes = local.passes
+        passes.pop(token, None)
+        local.depth = len(passes)
+        if not passes:
+            if not local.quiet():
                 local.ended()
-                session.casts.settle()
-            if passes_by:
-                with self.lock:
-                    self.passing -= 1
-            if not in_backward():
-                if self._trained:
-                    self.pause()
-                else:
-                    self.let_write()
+            self._session.casts.settle()
+        if passes_by:
+            with self.lock:
+                self.passing -= 1
+        if not in_backward():
+            if self._trained:
+                self.pause()
+            else:
+                self.let_write()
+
+    def refuse_lost_writes(self) -> None:
+        """At the end of a pass that no other one is round."""
+        if len(self._local.passes) == 1 and not self._local.outside.quiet():
+            self._session.writes.refuse_lost_writes()
 
     @apart_from_caller
     def recover(self) -> None:
@@ -407,7 +430,7 @@ class Steps:
         """The open step ends. Under the lock."""
         self.is_open = self._backward_seen = self._ended = False
         self._passes = 0
-        self._graph = self._held = None
+        self._graph = self.held_ref = None
         self.backwards.clear()
         try:
             if self.before_end is not None:
@@ -476,10 +499,10 @@ class Steps:
 
     def held(self) -> Held:
         """What a saved weight of the open step holds."""
-        held = self._held() if self._held is not None else None
+        held = self.held_ref() if self.held_ref is not None else None
         if held is None:
             held = self.graph().hold()
-            self._held = weakref.ref(held)
+            self.held_ref = weakref.ref(held)
         return held
 
     def watch_outputs(self, out) -> None:
@@ -563,6 +586,26 @@ class Steps:
         optimizer's work is done, and lists of parameters give masters."""
         local = self._local
         return bool((self.after_backward or self.backwards) and not local.frames and self._only_contexts(local.passes))
+
+
+class _Passage:
+    """Steps.passage(). It counts from the middle of `__enter__` on; an exception there ends it."""
+
+    __slots__ = ("steps", "token", "passes_by")
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+        self.token = Pass(held=False)
+
+    def __enter__(self) -> None:
+        self.passes_by = self.steps.begin_passage(self.token)
+
+    def __exit__(self, kind, error, traceback) -> None:
+        try:
+            if kind is None:
+                self.steps.refuse_lost_writes()
+        finally:
+            self.steps.end_passage(self.token, self.passes_by)
 
 
 class _BackwardsEnd:

@@ -21,8 +21,9 @@ class Tables:
 
     # Of its session.
     USES = """budget captures.capturing choice.looks_up choice.owners choice.storages choice.weights closed
-        core images.renew inference_mode name needs.stage_bytes options plans quantised simulated stay.away
-        stay.settle_pool steps.is_open steps.lock steps.passing streaming target trained.taken"""
+        core images.renew inference_mode name needs.piece_bytes needs.stage_bytes options plans quantised simulated
+        source stay.away stay.settle_pool steps.is_open steps.lock steps.passing streaming target trained.taken
+        units"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -185,6 +186,14 @@ class Tables:
             self._session.stay.settle_pool()
         self.come()
 
+    def ram_share(self) -> int:
+        """Of the ram_budget, what rows of files get: all that is above the other units of files."""
+        budget = self._session.options.get("ram_budget") or 0
+        if not any(table.unit.in_file for table in self._all):
+            return 0
+        others = sum(unit.nbytes for unit in self._session.units if unit.in_file and not self.has(unit))
+        return max(0, budget - others)
+
     # ------------------------------------------------------------------ life
 
     def begin(self) -> None:
@@ -193,9 +202,15 @@ class Tables:
             return
         session = self._session
         self._rows = _core.Rows(session.target.core, self._all[0].part_bytes(), read_only=session.inference_mode,
-                                name=as_text(session.name))
+                                name=as_text(session.name), ram_bytes=self.ram_share())
         for table in self._all:
-            table.index = self._rows.add_table(as_text(table.plan.name), table.rows, table.addresses())
+            name, unit = as_text(table.plan.name), table.unit
+            if unit.in_file:
+                where = session.source.ranges(unit, session.needs.piece_bytes)
+                table.index = self._rows.add_file_table(name, table.rows, where["checkpoint"], where["ranges"],
+                                                        table.offsets())
+            else:
+                table.index = self._rows.add_table(name, table.rows, table.addresses())
         if not session.stay.away:
             self.come()
 
@@ -373,6 +388,8 @@ class Tables:
             "by_rows": self.by_rows, "slots": stats["slots"], "pool_bytes": self.nbytes,
             "row_bytes": stats["row_bytes"], "rows": sum(layer["rows"] for layer in layers),
             "asked": stats["asked"], "hits": stats["hits"], "brought": stats["brought"], "ahead": stats["ahead"],
-            "bytes": stats["h2d_bytes"], "copies": stats["copies"],
+            "bytes": stats["h2d_bytes"], "copies": stats["copies"], "ram_slots": stats["ram_slots"],
+            "ram_bytes": stats["ram_bytes"], "ram_pinned_bytes": stats["ram_pinned_bytes"],
+            "ram_hits": stats["ram_hits"], "file_bytes": stats["read_bytes"],
             "hit_rate": stats["hits"] / stats["asked"] if stats["asked"] else 0.0, "layers": layers,
         }

@@ -62,8 +62,12 @@ class Table:
         """Of one row, for each key."""
         return [shape.numel() * dtype.itemsize for shape, dtype in self._parts]
 
+    def offsets(self) -> list[int]:
+        """Of the parts in the unit's place."""
+        return [entry.offset for entry in self.entries]
+
     def addresses(self) -> list[int]:
-        """Of the parts in host memory."""
+        """Of the parts in host memory, where no file has them."""
         return [self.unit.base + entry.offset for entry in self.entries]
 
 
@@ -78,13 +82,15 @@ def table_of(module, weights: dict[str, tuple]) -> Table | None:
         return None
     if not all(_is_part(weight, rows) for _, weight in weights.values()):
         return None
+    if len({weight.kind for _, weight in weights.values()}) > 1:  # some in files, some in RAM
+        return None
     return Table(module, weights)
 
 
 def _is_part(weight, rows: int) -> bool:
     param = weight.param
-    return (not weight.kind and type(weight.entry) is Entry and param.dim() > 1 and param.shape[0] == rows
-            and param.is_contiguous())
+    return (weight.kind in ("", "file") and type(weight.entry) is Entry and param.dim() > 1
+            and param.shape[0] == rows and param.is_contiguous())
 
 
 def _per_token(module, rows: int) -> int:

@@ -32,7 +32,7 @@ from .fileweight import list_flat
 from .leased import as_upload, carry_attributes, follow_data, has_attributes, is_torchs_own, refuse_recorded_write
 from .masters import Masters
 from .outside import Outside
-from .saved import advise, drop_stale_hooks, empty_out, handles_stand, in_backward, saver
+from .saved import advise, drop_stale_hooks, empty_out, handles_stand, in_backward, saver, stale_hooks
 from .through import tell_uses
 from .wrapping import SHOWN, Wrapping, master_behind
 
@@ -89,6 +89,10 @@ class Local(threading.local):
         for token in [token for token in self.passes if not token.held and token not in calls]:
             del self.passes[token]
         self.depth = len(self.passes)
+
+    def quiet(self) -> bool:
+        """Whether a pass that begins or ends has nothing to recover or to take back."""
+        return not (self.frames or self.lent or stale_hooks()) and self.outside.quiet()
 
     def recover(self) -> None:
         """At the start of a pass: what an interrupt in the middle of a call's end has left."""
@@ -236,6 +240,7 @@ class ModulePlan:
         copy = frame.get(key) if frame is not None else None
         kept = copy is not None
         if not kept:
+            self.local.here.save_outside()
             copy = self.session.lease_one(self, key)
             unit, entry = self.managed[key]
             entry.note(self.local, unit, copy)
@@ -594,7 +599,6 @@ class ManagedForward(_core.Forward):
     by the base (_core/call.c), which `managed_call` and `_call` do not see."""
 
     slot = "forward"  # the attribute of the instance
-    reads = False  # whether its module reads weights from outside (reading.py)
     _torchdynamo_disable = True
     _torchdynamo_disable_msg = "stagehand leases its weights for the time of the call"
 
@@ -703,7 +707,7 @@ class ManagedForward(_core.Forward):
             with plan.on_device_instead(given):
                 return self._call(args, kwargs)
         if plan is None or not plan.managed or session.closed:
-            return reading.call(self, args, kwargs) if self.reads else self.call_inner(args, kwargs)
+            return self.call_inner(args, kwargs)
         if not session.simulated:
             args, kwargs = session.arguments_on_device(args, kwargs)
         inner = self.inner  # says what the frame's tensors have to be
@@ -717,6 +721,12 @@ class ManagedForward(_core.Forward):
     def call_inner(self, args, kwargs):
         """Calls the module's own forward."""
         return self.inside(self.session.calls, self.inner, args, kwargs)
+
+    def explain(self, error: RuntimeError) -> None:
+        """A reader's call, in which hooks for saved tensors stood, has failed. As `ModulePlan.explain`."""
+        advice = advise(error, type(self.module).__name__)
+        if advice is not None:
+            raise advice from error
 
     def install(self) -> None:
         self.module.__dict__[self.slot] = self

@@ -89,6 +89,8 @@ class Outside:
 
     def look(self, end: bool = False) -> None:
         """Ends leases that are over. end: all of them, with the pass."""
+        if not (self.held or self.apart):  # as in nearly all calls
+            return
         held, self.held[:] = list(self.held), []
         of_each = Counter(lease.storage for lease in held)
         for lease in held:
@@ -99,6 +101,10 @@ class Outside:
         if end:
             apart, self.apart = self.apart, []
             self.lost += [(unit, name) for seen, version, unit, name in apart if seen._version != version]
+
+    def quiet(self) -> bool:
+        """Whether there is nothing to look at or to forget."""
+        return not (self.held or self._others or self.apart or self.lost)
 
     def forget(self) -> None:
         self.held.clear()

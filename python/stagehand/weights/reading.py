@@ -2,11 +2,12 @@
 
 What autograd saves of such a weight would be a lease until backward, since the pair of hooks that makes handles of
 saved weights (saved.py) stands while the module that owns them runs. So a reader's forward runs under such a pair,
-too. Others do without: a pair of hooks costs time for everything that is saved, and torch.func's vmap and grad refuse
-to run inside of it.
+too, from its first read on (_core/reading.c). Otherwise there is none: a pair of hooks costs time for everything that
+is saved, and torch.func's vmap and grad refuse to run inside of it.
 
-A reader is known by the names in its code. Other code is found out at its first read, which is late for that call and
-right for later ones. A module is none where such a transform is named in its code or in that of a module inside it.
+A reader is known by the names in its code, which it may come to or not. Other code is found out at its first read,
+which is late for that call and right for later ones. A module is none where such a transform is named in its code or in
+that of a module inside it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from __future__ import annotations
 import dis
 import functools
 import types
-
-from .saved import Saver, advise, may_save
 
 _LISTS = {"parameters", "named_parameters", "_parameters", "get_parameter"}
 _LOOKS = {"dtype", "device", "shape", "size", "is_cuda", "requires_grad", "numel", "ndim"}  # which read no values
@@ -66,7 +65,7 @@ def find_readers(session, wrappers) -> None:
     """Marks readers among the wrappers."""
     for wrapper in wrappers:
         inside = [session.plans[id(part)] for part in wrapper.module.modules() if id(part) in session.plans]
-        wrapper.reads = _is_reader(wrapper.module, {key for plan in inside for key in plan.managed})
+        wrapper.reads = int(_is_reader(wrapper.module, {key for plan in inside for key in plan.managed}))
 
 
 def learn(session) -> None:
@@ -76,20 +75,5 @@ def learn(session) -> None:
         return
     for other in session.takeover.containers():
         if type(other.module) is type(wrapper.module):
-            other.reads = not _transforms(other.module)
+            other.reads = int(not _transforms(other.module))
 
-
-def call(wrapper, args, kwargs):
-    """A reader's forward. Saved weights become handles where autograd records and lets hooks be set."""
-    if not may_save(wrapper.module):
-        return wrapper.call_inner(args, kwargs)
-    hooks = Saver(wrapper.session)
-    try:
-        return wrapper.call_inner(args, kwargs)
-    except RuntimeError as error:
-        advice = advise(error, type(wrapper.module).__name__)
-        if advice is None:
-            raise
-        raise advice from error
-    finally:
-        hooks.end()

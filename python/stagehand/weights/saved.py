@@ -443,27 +443,24 @@ SAVING = {"hooks_enabled": hooks_enabled, "top_hooks": top_hooks, "push_hooks": 
           "kinds": PLAIN, "strided": torch.strided, "kind_of": savedmodes.kind_of, "task": _task}
 
 
+def stale_hooks() -> bool:
+    """Whether hooks of a call are in force, which are stale on a thread that is in none."""
+    top = top_hooks(True) if AVAILABLE else None
+    return top is not None and type(top[0]) is Saver
+
+
 def drop_stale_hooks() -> None:
     """Hooks of calls that have ended, left by an interrupt, would stay in the way of all that autograd saves."""
-    while AVAILABLE:
-        top = top_hooks(True)
-        if top is None or type(top[0]) is not Saver:
-            return
-        if top[0].session.local.depth:  # another model's pass may be round this one
-            return
+    while stale_hooks() and not top_hooks(True)[0].session.local.depth:  # another model's pass may be round this one
         pop_hooks()
 
 
 def saver(session, plan, frame) -> Saver | None:
-    """Hooks for the call that begins, where autograd records and lets hooks be set."""
-    if not may_save(plan.module):
+    """Hooks for the call that begins, where autograd records and lets hooks be set, and the module does not say
+    otherwise."""
+    if not (AVAILABLE and torch.is_grad_enabled() and hooks_enabled() and getattr(plan.module, OPT_OUT, True)):
         return None
     return Saver(session, plan, frame)
-
-
-def may_save(module) -> bool:
-    """Whether autograd records and lets hooks be set, and the module does not say otherwise."""
-    return AVAILABLE and torch.is_grad_enabled() and hooks_enabled() and getattr(module, OPT_OUT, True)
 
 
 def hooks_stand() -> bool:

@@ -312,7 +312,7 @@ def test_own_escapes_in_a_files_names_do_not_reach_the_terminal(tmp_path):
     """A stranger's tensor names and metadata may hold what moves the cursor or renames the window."""
     evil = "w\x1b]0;owned\x07\x1b[2J\r\u009b31m\u202e"
     path = raw(tmp_path / "evil.safetensors", {"__metadata__": {evil: evil}, evil: entry(0, 8, [2])}, bytes(8))
-    tool = subprocess.run([sys.executable, "-m", "stagehand", "inspect", str(path)], capture_output=True, timeout=60,
+    tool = subprocess.run([sys.executable, "-m", "stagehand", "inspect", str(path)], capture_output=True, timeout=300,
                           env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)})
     said = (tool.stdout + tool.stderr).decode("utf-8", "surrogateescape")
     assert "w" in said and not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", said), repr(said)
