@@ -1,7 +1,10 @@
 """Lossless and quantised transfer against the same budget without, on a step that the link bounds, in one run.
 
 usage: quantised.py [--device cuda|sim] [--budget 3GiB] [--blocks 24] [--hidden 4096] [--tokens 1024] [--steps 20]
-                    [--transfer lossless,int8,fp8,int4] [--json FILE]
+                    [--transfer lossless,int8,fp8,int4] [--ratios] [--json FILE]
+
+--ratios: plain, lossless and auto under two budgets (--budget, twice that) with two numbers of tokens (--tokens, 16
+times that), as multiples of the resident model's step.
 
 Prints for each encoding: the step, how much faster it is than with bf16 over the link, how many fewer bytes crossed,
 the time that those bytes take alone at the link's rate, and what of the step is beyond both that and the resident step:
@@ -70,6 +73,44 @@ def row(plain, encoding, x, args, where: Where, link: float) -> dict:
     return found
 
 
+def ratios(plain, args, where: Where) -> list[dict]:
+    """A row for each number of tokens and budget: steps of each transfer beside the resident model's."""
+    shapes = [(1, tokens, args.hidden) for tokens in (args.tokens, 16 * args.tokens)]
+    inputs = [torch.randn(*shape, device=where.torch, dtype=torch.bfloat16) for shape in shapes]
+    model = twin_on(plain, where.torch)
+    compute = [step_ms(model, x, args.steps, where)["ms"] for x in inputs]
+    with torch.no_grad():
+        want = [model(x).cpu() for x in inputs]
+    del model
+    where.clean()
+    budgets = [_core.parse_size(args.budget), 2 * _core.parse_size(args.budget)]
+    rows = {(b, i): {"tokens": shapes[i][1], "budget": b, "resident_ms": compute[i]} for b in budgets for i in (0, 1)}
+    for budget in budgets:
+        for transfer in ("plain", "lossless", "auto"):
+            model = copy.deepcopy(plain)
+            stagehand.layer(model, vram_budget=budget, inference_mode=True, device=where.target(budget),
+                            transfer=transfer)
+            runtime = stagehand.runtime(model)
+            for i, x in enumerate(inputs):
+                ms = step_ms(model, x, args.steps, where)["ms"]
+                with torch.no_grad():
+                    equal = bool(torch.equal(model(x).cpu(), want[i]))
+                rows[budget, i][transfer] = {
+                    "x_resident": ms / compute[i], "equal": equal, "bytes_per_step": runtime.plan["bytes_per_step"],
+                    "packed_bytes": runtime.plan["packed_bytes"], "host_bytes": runtime.quantised["host_bytes"]}
+            runtime.shutdown()
+            del model
+            where.clean()
+        for found in (rows[budget, i] for i in (0, 1)):
+            print(f"{found['tokens']:>7} tokens, budget {budget / 1e9:.3f} GB, resident {found['resident_ms']:.1f} ms: "
+                  + ", ".join(f"{name} {found[name]['x_resident']:.3f} x "
+                              f"({found[name]['bytes_per_step'] / 1e6:.1f} MB, "
+                              f"{found[name]['packed_bytes'] / 1e6:.1f} MB packed"
+                              f"{'' if found[name]['equal'] else ', NOT EQUAL'})"
+                              for name in ("plain", "lossless", "auto")), flush=True)
+    return list(rows.values())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "sim"])
@@ -79,6 +120,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--transfer", default="lossless,int8,fp8,int4")
+    parser.add_argument("--ratios", action="store_true")
     parser.add_argument("--json")
     args = parser.parse_args()
     if lacks_card(args.device):
@@ -86,6 +128,12 @@ def main() -> int:
     where = Where(args.device)
     torch.manual_seed(0)
     plain = fill(Stack(args.blocks, args.hidden), args.hidden).requires_grad_(False)
+    if args.ratios:
+        rows = ratios(plain, args, where)
+        if args.json:
+            with open(args.json, "w") as out:
+                json.dump({**where.describe(), "rows": rows}, out, indent=1)
+        return 0
     x = torch.randn(1, args.tokens, args.hidden, device=where.torch, dtype=torch.bfloat16)
     link = link_rate(where) if where.cuda else SIM_LINK
     resident = twin_on(plain, where.torch)

@@ -28,7 +28,9 @@ enum {
     STH_UNIT_ON_DEMAND = 1u << 1,  /* used by some steps only: never prefetched */
     STH_UNIT_FROM_DISK = 1u << 2,  /* its bytes are read from the disk before they are copied */
     STH_UNIT_WRITTEN = 1u << 3,    /* its host image is written between each step and the next */
-    STH_UNIT_PRESENT = 1u << 4     /* it lies on the device now, as a resident */
+    STH_UNIT_PRESENT = 1u << 4,    /* it lies on the device now, as a resident */
+    STH_UNIT_EITHER = 1u << 5      /* transfer_bytes cross the link for a load of it, or all, as the plan chooses. The
+                                      former takes the device for the expansion, as compute does */
 };
 
 typedef struct sth_plan_unit {
@@ -97,7 +99,8 @@ typedef struct sth_prediction {
     int64_t compute_ns;      /* sum of compute and gaps: the step with everything resident */
     int64_t link_ns;         /* time that the copies of one step take back to back */
     int64_t disk_ns;         /* time that the reads of one step take back to back */
-    int64_t stall_ns;        /* compute waiting for copies */
+    int64_t stall_ns;        /* compute waiting for copies, and for expansions */
+    int64_t expand_ns;       /* of the device, for expansions of units that stay packed, or are EITHER */
     /* max(compute, bytes that no plan can avoid / link, ...); see docs/planner.md */
     int64_t lower_bound_ns;
     /* over the link, as they cross it; what was WRITTEN and comes again included */
@@ -115,6 +118,7 @@ typedef struct sth_plan {
     uint32_t unit_count, use_count, load_count;
     bool *resident;         /* [unit_count] */
     bool *packed;           /* [unit_count] it stays packed, and is expanded for each load */
+    bool *plain;            /* [unit_count] of those that are EITHER: all bytes cross the link */
     sth_plan_load *loads;   /* [load_count], in the order in which copies are issued */
     uint32_t *use_load;     /* [use_count]: index of the load that serves the use, STH_NONE if resident
                                or on demand */

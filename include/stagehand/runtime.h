@@ -141,7 +141,9 @@ typedef struct sth_unit_desc {
     const char *name;      /* copied */
     const char *group;     /* block or model part, for reports; may be NULL; copied */
     uint64_t bytes;        /* size of the place; rounded up to 512 */
-    uint32_t flags;        /* STH_UNIT_KEEP, STH_UNIT_WRITABLE, STH_UNIT_WATCHED, STH_UNIT_ASIDE, STH_UNIT_IDLE */
+    /* STH_UNIT_KEEP, STH_UNIT_WRITABLE, STH_UNIT_WATCHED, STH_UNIT_ASIDE, STH_UNIT_IDLE; STH_UNIT_EITHER of LOSSLESS
+     * ones whose `master` is pinned: the plan chooses which of both images is copied */
+    uint32_t flags;
     /* one source: */
     /* image of the place in host memory, or NULL. Must outlive the runtime */
     const void *host;

@@ -210,9 +210,10 @@ sth_plan *sthi_plan_alloc(const sth_plan_input *in, uint32_t load_count) {
     *plan = (sth_plan){.unit_count = in->unit_count, .use_count = in->use_count, .load_count = load_count};
     plan->resident = sthi_zalloc(in->unit_count, sizeof *plan->resident);
     plan->packed = sthi_zalloc(in->unit_count, sizeof *plan->packed);
+    plan->plain = sthi_zalloc(in->unit_count, sizeof *plan->plain);
     plan->loads = sthi_zalloc(load_count, sizeof *plan->loads);
     plan->use_load = sthi_zalloc(in->use_count, sizeof *plan->use_load);
-    if (plan->resident && plan->packed && plan->loads && plan->use_load) return plan;
+    if (plan->resident && plan->packed && plan->plain && plan->loads && plan->use_load) return plan;
     sthi_plan_destroy(plan);
     return NULL;
 }
@@ -226,6 +227,7 @@ void sthi_plan_destroy(sth_plan *plan) {
     if (!plan) return;
     sthi_free(plan->resident);
     sthi_free(plan->packed);
+    sthi_free(plan->plain);
     sthi_free(plan->loads);
     sthi_free(plan->use_load);
     sthi_free(plan);

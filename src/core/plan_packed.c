@@ -1,11 +1,12 @@
-/* Which units stay on the device packed. Such a unit takes its packed bytes of the budget, and each of its loads is an
- * expansion within the device: nothing of the link, and the expansion's time of the device. It then is one that
- * streams, so that places, loads and their order are found as always, in an input that says which units those are.
+/* Which units stay on the device packed, and which cross the link so. A unit that stays packed takes its packed bytes
+ * of the budget, and each of its loads is an expansion within the device: nothing of the link, and the expansion's time
+ * of the device. It then is one that streams, so that places, loads and their order are found as always, in an input
+ * that says which units those are. The same holds for a unit that is EITHER: the input says how it crosses.
  *
- * Of few units every set of them is tried. Of more, sets that are spread evenly over the order fill some shares of the
- * budget. A plan is made for each, and the fastest is taken where it is worth it. The more simulations the plan without
- * may make the more sets are tried, so that they take no more than half of its time. Pure: no I/O, no clock. No
- * locks. */
+ * Of few units every set of them is tried. Of more, all, half or none of those that are EITHER cross packed; then sets
+ * that are spread evenly over the order, and fill some shares of the budget, stay packed. A plan is made for each, and
+ * the fastest is taken where it is worth it. The more simulations the first of them may make the more sets are tried,
+ * so that they take no more than half of its time. Pure: no I/O, no clock. No locks. */
 #include "core/plan.h"
 
 #include <math.h>
@@ -14,19 +15,25 @@
 #include "base/error.h"
 #include "base/memory.h"
 
-enum { SHARES = 6, FEW_UNITS = 4, FEW_SIMULATIONS = 40, A_SET_IN = 320 /* simulations of the plan without */ };
-/* A plan with packed units takes this share of the step without them, or less. */
+enum { SHARES = 6, FEW_UNITS = 4, FEW_SIMULATIONS = 40, A_SET_IN = 320 /* simulations of the first plan */ };
+/* A plan with more packed units takes this share of the step without them, or less. */
 static const double WORTH_IT = 0.99;
+/* A plan in which all cross as they are may take this much longer: it leaves the device to others. */
+static const double PLAIN_WORTH_IT = 1.005;
 
-/* The input where some units stay packed. */
-typedef struct packed_input {
+typedef struct choice {
+    bool *packed, *plain; /* [unit_count], as of a plan */
+} choice;
+
+/* The input where it is chosen how units stay and cross. */
+typedef struct chosen_input {
     sth_plan_input in;
     sth_plan_unit *units;
     sth_plan_use *uses;
     int64_t expand_ns; /* of all uses together */
-} packed_input;
+} chosen_input;
 
-static void packed_fini(packed_input *p) {
+static void chosen_fini(chosen_input *p) {
     sthi_free(p->units);
     sthi_free(p->uses);
 }
@@ -36,29 +43,45 @@ static bool may_stay(const sth_plan_unit *u) {
     return u->packed_bytes && u->packed_bytes < u->bytes && !(u->flags & never);
 }
 
-static bool any_may_stay(const sth_plan_input *in) {
+static bool is_either(const sth_plan_unit *u) {
+    return (u->flags & STH_UNIT_EITHER) && u->transfer_bytes && u->transfer_bytes < u->bytes;
+}
+
+static bool any_is(const sth_plan_input *in, bool (*what)(const sth_plan_unit *)) {
     bool any = false;
-    for (uint32_t i = 0; i < in->unit_count; i++) any = any || may_stay(&in->units[i]);
+    for (uint32_t i = 0; i < in->unit_count; i++) any = any || what(&in->units[i]);
     return any;
 }
 
-/* On success the caller calls packed_fini. */
-static sth_status packed_init(packed_input *p, const sth_plan_input *in, const bool *packed) {
-    *p = (packed_input){.in = *in};
+/* Before the input is checked. */
+static bool has_choice(const sth_plan_input *in) {
+    return in->units && in->uses && (any_is(in, may_stay) || any_is(in, is_either));
+}
+
+static bool expands(const sth_plan_input *in, const choice *c, uint32_t unit) {
+    return c->packed[unit] || (is_either(&in->units[unit]) && !c->plain[unit]);
+}
+
+/* plan: whose loads alone expand; NULL: it is to be made, and each use expands. On success the caller calls
+ * chosen_fini. */
+static sth_status chosen_init(chosen_input *p, const sth_plan_input *in, const choice *c, const sth_plan *plan) {
+    *p = (chosen_input){.in = *in};
     p->units = sthi_alloc((in->unit_count + 1) * sizeof *p->units);
     p->uses = sthi_alloc((in->use_count + 1) * sizeof *p->uses);
     if (!p->units || !p->uses) {
-        packed_fini(p);
+        chosen_fini(p);
         return sthi_no_memory(NULL, "a plan; free host memory");
     }
     for (uint32_t i = 0; i < in->unit_count; i++) {
         p->units[i] = in->units[i];
-        if (packed[i]) p->units[i].flags |= STHI_UNIT_STAYS_PACKED;
+        if (c->packed[i]) p->units[i].flags |= STHI_UNIT_STAYS_PACKED;
+        if (is_either(&in->units[i]) && c->plain[i]) p->units[i].transfer_bytes = 0;
     }
     for (uint32_t t = 0; t < in->use_count; t++) {
-        uint32_t u = in->uses[t].unit;
+        uint32_t u = in->uses[t].unit, load = plan ? plan->use_load[t] : 0;
         p->uses[t] = in->uses[t];
-        if (!packed[u]) continue;
+        bool loads = !plan || (load < plan->load_count && plan->loads[load].first_use == t);
+        if (!loads || !expands(in, c, u)) continue;
         int64_t ns = (int64_t)llround((double)in->units[u].bytes * 1e9 / in->expand_bytes_per_s);
         p->uses[t].compute_ns += ns;
         p->expand_ns += ns;
@@ -75,24 +98,26 @@ static int64_t least_ns(const sthi_plan_world *w, int64_t compute_ns) {
     return (int64_t)fmax((double)compute_ns, (wire - (double)w->in->budget) * 1e9 / w->in->link_bytes_per_s);
 }
 
-/* Expansion is not compute of the model. */
-static void put_right(const sthi_plan_world *w, int64_t expand_ns, sth_prediction *r) {
-    r->compute_ns -= expand_ns;
-    r->stall_ns = r->step_ns - r->compute_ns;
-    r->lower_bound_ns = least_ns(w, r->compute_ns);
+static sth_status predict_chosen(const sthi_plan_world *w, const sth_plan *plan, sth_prediction *out) {
+    choice c = {plan->packed, plan->plain};
+    chosen_input p;
+    STHI_TRY(chosen_init(&p, w->in, &c, plan));
+    sth_status rc = sthi_plan_predict_as_it_is(&p.in, plan, out);
+    chosen_fini(&p);
+    if (rc != STH_OK) return rc;
+    out->compute_ns -= p.expand_ns; /* expansion is not compute of the model */
+    out->expand_ns = p.expand_ns;
+    out->stall_ns = out->step_ns - out->compute_ns;
+    out->lower_bound_ns = least_ns(w, out->compute_ns);
+    return STH_OK;
 }
 
 sth_status sthi_plan_predict(const sth_plan_input *in, const sth_plan *plan, sth_prediction *out) {
-    if (plan->unit_count != in->unit_count || !any_may_stay(in)) return sthi_plan_predict_as_it_is(in, plan, out);
-    packed_input p;
+    if (plan->unit_count != in->unit_count || plan->use_count != in->use_count || !has_choice(in))
+        return sthi_plan_predict_as_it_is(in, plan, out);
     sthi_plan_world w;
     STHI_TRY(sthi_plan_world_init(&w, in));
-    sth_status rc = packed_init(&p, in, plan->packed);
-    if (rc == STH_OK) {
-        rc = sthi_plan_predict_as_it_is(&p.in, plan, out);
-        if (rc == STH_OK) put_right(&w, p.expand_ns, out);
-        packed_fini(&p);
-    }
+    sth_status rc = predict_chosen(&w, plan, out);
     sthi_plan_world_fini(&w);
     return rc;
 }
@@ -117,37 +142,85 @@ static bool spread(const sth_plan_input *in, double bytes, bool *packed) {
     return taken > 0;
 }
 
-static sth_status try_set(const sthi_plan_world *w, const bool *packed, sth_plan **best) {
-    const sth_plan_input *in = w->in;
-    packed_input p;
+typedef struct chooser {
+    const sthi_plan_world *w;
+    choice c;       /* to be tried next */
+    sth_plan *best; /* NULL: none yet */
+} chooser;
+
+/* Takes the plan for the choice where it takes `worth` of the best one's step or less. */
+static sth_status try_choice(chooser *x, uint32_t most_simulations, double worth) {
+    const sth_plan_input *in = x->w->in;
+    chosen_input p;
     sth_plan *plan = NULL;
-    STHI_TRY(packed_init(&p, in, packed));
-    if (in->unit_count > FEW_UNITS) p.in.most_simulations = FEW_SIMULATIONS;
+    STHI_TRY(chosen_init(&p, in, &x->c, NULL));
+    p.in.most_simulations = most_simulations;
     sth_status rc = sthi_plan_create_as_it_is(&p.in, &plan);
-    packed_fini(&p);
-    if (rc == STH_BUDGET_TOO_SMALL) return STH_OK; /* so many cannot stay */
+    chosen_fini(&p);
+    if (rc == STH_BUDGET_TOO_SMALL && x->best) return STH_OK; /* so many cannot stay */
     if (rc != STH_OK) return rc;
-    memcpy(plan->packed, packed, in->unit_count * sizeof *packed);
-    bool plain = false; /* all fits as it is */
-    for (uint32_t i = 0; i < in->unit_count; i++) plain = plain || (packed[i] && plan->resident[i]);
-    if (plain || (double)plan->prediction.step_ns >= WORTH_IT * (double)(*best)->prediction.step_ns) {
-        sthi_plan_destroy(plan);
-        return STH_OK;
+    memcpy(plan->packed, x->c.packed, in->unit_count * sizeof *plan->packed);
+    bool fits = true; /* what stays packed would, as it is */
+    for (uint32_t i = 0; i < in->unit_count; i++) {
+        plan->plain[i] = x->c.plain[i] && !plan->packed[i] && is_either(&in->units[i]);
+        fits = fits && !(plan->packed[i] && plan->resident[i]);
     }
-    put_right(w, p.expand_ns, &plan->prediction);
-    sthi_plan_destroy(*best);
-    *best = plan;
+    rc = predict_chosen(x->w, plan, &plan->prediction);
+    bool better = !x->best || (double)plan->prediction.step_ns <= worth * (double)x->best->prediction.step_ns;
+    if (rc != STH_OK || !fits || !better) {
+        sthi_plan_destroy(plan);
+        return rc;
+    }
+    sthi_plan_destroy(x->best);
+    x->best = plan;
     return STH_OK;
 }
 
-static sth_status try_every_set(const sthi_plan_world *w, bool *packed, sth_plan **best) {
-    for (uint32_t set = 1; set < 1u << w->in->unit_count; set++) {
-        bool all_may = true;
-        for (uint32_t i = 0; i < w->in->unit_count; i++) {
-            packed[i] = set >> i & 1;
-            all_may = all_may && (!packed[i] || may_stay(&w->in->units[i]));
+/* The best plan's choice is the next one's. */
+static void go_on_from_best(chooser *x) {
+    memcpy(x->c.packed, x->best->packed, x->w->in->unit_count * sizeof *x->c.packed);
+    memcpy(x->c.plain, x->best->plain, x->w->in->unit_count * sizeof *x->c.plain);
+}
+
+/* Compute is not the bound of the best plan. */
+static bool waits(const chooser *x) {
+    const sth_prediction *r = &x->best->prediction;
+    return (double)r->compute_ns < WORTH_IT * (double)r->step_ns;
+}
+
+/* Each set of `may` units, in `set`. */
+static sth_status try_every_set(chooser *x, bool *set, bool (*may)(const sth_plan_unit *)) {
+    const sth_plan_input *in = x->w->in;
+    for (uint32_t bits = 0; bits < 1u << in->unit_count; bits++) {
+        bool all_may = bits || !x->best;
+        for (uint32_t i = 0; i < in->unit_count; i++) {
+            set[i] = bits >> i & 1;
+            all_may = all_may && (!set[i] || may(&in->units[i]));
         }
-        if (all_may) STHI_TRY(try_set(w, packed, best));
+        if (all_may) STHI_TRY(try_choice(x, in->most_simulations, WORTH_IT));
+    }
+    return STH_OK;
+}
+
+static void cross_plain(chooser *x, uint32_t one_in) {
+    for (uint32_t i = 0; i < x->w->order_count; i++) x->c.plain[x->w->order[i]] = one_in && i % one_in == 0;
+}
+
+/* How units that are EITHER cross. First as it suits the bound of all plans that cross plain. Adds to `tried`. */
+static sth_status try_crossings(chooser *x, uint32_t *tried) {
+    const sth_plan_input *in = x->w->in;
+    double wire = 0, room = (double)in->budget - (double)x->w->fixed_bytes - (double)x->w->demand_bytes;
+    for (uint32_t i = 0; i < x->w->order_count; i++) wire += (double)in->units[x->w->order[i]].bytes;
+    double plain_ns = (wire - fmax(0, room)) * 1e9 / in->link_bytes_per_s;
+    bool packed_first = plain_ns > (double)x->w->compute_ns;
+    cross_plain(x, packed_first ? 0 : 1);
+    STHI_TRY(try_choice(x, in->most_simulations, 1));
+    if (packed_first ? plain_ns < PLAIN_WORTH_IT * (double)x->best->prediction.step_ns : waits(x)) {
+        cross_plain(x, packed_first ? 1 : 0);
+        STHI_TRY(try_choice(x, FEW_SIMULATIONS, packed_first ? PLAIN_WORTH_IT : WORTH_IT));
+        cross_plain(x, 2);
+        STHI_TRY(try_choice(x, FEW_SIMULATIONS, WORTH_IT));
+        *tried += 2;
     }
     return STH_OK;
 }
@@ -160,52 +233,46 @@ static const struct {
             {4, 1}, {5, 2}, {3, 1}, {4, 2}, {2, 1}, {3, 2}, {1, 1}, {2, 2}, {1, 2}};
 enum { SET_COUNT = sizeof SETS / sizeof SETS[0] };
 
-static sth_status try_shares(const sthi_plan_world *w, bool *packed, sth_plan **best) {
-    const sth_plan_input *in = w->in;
-    uint32_t most = 1 + sthi_plan_trials(w) / A_SET_IN;
+static sth_status try_shares(chooser *x, uint32_t tried) {
+    const sth_plan_input *in = x->w->in;
+    uint32_t most = 1 + sthi_plan_trials(x->w) / A_SET_IN;
     double largest = 0, kept = 0;
     for (uint32_t i = 0; i < in->unit_count; i++) {
         bool keep = in->units[i].flags & STH_UNIT_KEEP;
         if (keep) kept += (double)in->units[i].bytes;
         else largest = fmax(largest, (double)in->units[i].bytes);
     }
-    for (uint32_t i = 0, tried = 0; i < SET_COUNT && tried < most; i++) {
+    for (uint32_t i = 0; i < SET_COUNT && tried < most; i++) {
         double ring = fmax((SETS[i].ring + 1.125) * largest, (double)in->least_ring_bytes);
         double room = ((double)in->budget - kept - ring) * SETS[i].share / SHARES;
-        if (room <= 0 || !spread(in, room, packed)) continue;
-        STHI_TRY(try_set(w, packed, best));
+        if (room <= 0 || !spread(in, room, x->c.packed)) continue;
+        STHI_TRY(try_choice(x, FEW_SIMULATIONS, WORTH_IT));
         tried++;
     }
     return STH_OK;
 }
 
-static sth_status choose_packed(const sthi_plan_world *w, sth_plan **best) {
-    bool *packed = sthi_zalloc(w->in->unit_count, sizeof *packed);
-    if (!packed) return sthi_no_memory(NULL, "a plan; free host memory");
-    sth_prediction *r = &(*best)->prediction;
-    r->lower_bound_ns = least_ns(w, r->compute_ns);
-    bool waits = (double)r->compute_ns < WORTH_IT * (double)r->step_ns;
-    sth_status rc = STH_OK;
-    if (waits) rc = w->in->unit_count > FEW_UNITS ? try_shares(w, packed, best) : try_every_set(w, packed, best);
-    sthi_free(packed);
-    return rc;
+static sth_status choose(chooser *x) {
+    bool few = x->w->in->unit_count <= FEW_UNITS;
+    uint32_t tried = 0;
+    if (few) STHI_TRY(try_every_set(x, x->c.plain, is_either));
+    else if (any_is(x->w->in, is_either)) STHI_TRY(try_crossings(x, &tried));
+    else STHI_TRY(try_choice(x, x->w->in->most_simulations, 1));
+    if (!any_is(x->w->in, may_stay) || !waits(x)) return STH_OK;
+    go_on_from_best(x);
+    return few ? try_every_set(x, x->c.packed, may_stay) : try_shares(x, tried);
 }
 
 sth_status sthi_plan_create(const sth_plan_input *in, sth_plan **out_plan) {
-    sth_plan *best = NULL;
-    STHI_TRY(sthi_plan_create_as_it_is(in, &best));
-    if (any_may_stay(in)) {
-        sthi_plan_world w;
-        sth_status rc = sthi_plan_world_init(&w, in);
-        if (rc == STH_OK) {
-            rc = choose_packed(&w, &best);
-            sthi_plan_world_fini(&w);
-        }
-        if (rc != STH_OK) {
-            sthi_plan_destroy(best);
-            return rc;
-        }
-    }
-    *out_plan = best;
-    return STH_OK;
+    if (!has_choice(in)) return sthi_plan_create_as_it_is(in, out_plan);
+    sthi_plan_world w;
+    STHI_TRY(sthi_plan_world_init(&w, in));
+    chooser x = {.w = &w, .c = {sthi_zalloc(in->unit_count, sizeof(bool)), sthi_zalloc(in->unit_count, sizeof(bool))}};
+    sth_status rc = x.c.packed && x.c.plain ? choose(&x) : sthi_no_memory(NULL, "a plan; free host memory");
+    sthi_free(x.c.packed);
+    sthi_free(x.c.plain);
+    sthi_plan_world_fini(&w);
+    if (rc != STH_OK) sthi_plan_destroy(x.best);
+    else *out_plan = x.best;
+    return rc;
 }

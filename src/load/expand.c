@@ -4,7 +4,9 @@
  *   loads on demand:  all on the demand stream, through a stage of their own
  *
  * A unit whose image is of no use (repack.c) goes the same way from its master, a stage at a time, and
- * its bytes are expanded as they are.
+ * its bytes are expanded as they are. One that the plan lets cross as it is has a pinned master: the copy
+ * stream fills the place, behind its last readers, and the expand stream, which is its writer for all
+ * others, waits for that.
  *
  * A stage is overwritten behind the expansion that read it last: the copy waits for `emptied`,
  * which is recorded behind it. Where that could not be recorded the load fails, and the next copy
@@ -139,6 +141,17 @@ static bool stays_on_device(sth_runtime *rt, int32_t slot) {
     return u->stays.at && planned && (u->stays.here == u->wire_bytes || rt->graph.state != STHI_GRAPH_CAPTURING);
 }
 
+/* Straight into the place. */
+static sth_status as_it_is(sth_runtime *rt, int32_t slot, const sthi_piece_of *p) {
+    const sthi_slot *s = &rt->places.slots[slot];
+    const sthi_unit *u = &rt->units[s->unit];
+    sth_stream writer = rt->sync[slot].filled_by, copies = sthi_copies_on(rt, slot);
+    sth_devptr place = rt->places.extents[s->extent].base + s->offset;
+    if (writer != copies) STHI_TRY(order_behind(rt, copies, writer));
+    STHI_TRY(sthi_copy_bytes(rt, s->unit, place + p->begin, u->master + p->begin, p->bytes, copies));
+    return writer != copies ? order_behind(rt, writer, copies) : STH_OK;
+}
+
 static sth_status from_master(sth_runtime *rt, int32_t slot, const sthi_piece_of *p) {
     const sthi_unit *u = &rt->units[rt->places.slots[slot].unit];
     for (uint64_t at = p->begin, end = p->begin + p->bytes, n; at < end; at += n) {
@@ -156,7 +169,9 @@ sth_status sthi_expand_piece(sth_runtime *rt, int32_t slot, const sthi_piece_of 
     STHI_TRY(sthi_stages_alloc(rt));
     if (u->encoded.plain) return from_master(rt, slot, p);
     arriving a = {from, p->from, p->from_bytes, p->bytes, &u->segments[p->segment], p->segments};
-    if (!stays_on_device(rt, slot)) return through_stage(rt, slot, &a);
+    bool stays = stays_on_device(rt, slot);
+    if (!stays && u->encoded.crosses_plain) return as_it_is(rt, slot, p);
+    if (!stays) return through_stage(rt, slot, &a);
     bool fills = u->stays.here < u->wire_bytes;
     if (fills && p->begin == 0) u->stays.here = 0;
     STHI_TRY(from_device(rt, slot, &a));

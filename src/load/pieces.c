@@ -7,8 +7,16 @@
 
 bool sthi_packed_on_link(const sth_runtime *rt, const sthi_unit *u) { return u->segment_count && rt->expand.on; }
 
-uint64_t sthi_source_bytes(const sth_runtime *rt, const sthi_unit *u) {
+uint64_t sthi_wire_bytes_packed(const sth_runtime *rt, const sthi_unit *u) {
     return sthi_packed_on_link(rt, u) && !u->encoded.plain ? u->wire_bytes : u->bytes;
+}
+
+uint64_t sthi_source_bytes(const sth_runtime *rt, const sthi_unit *u) {
+    return u->encoded.crosses_plain ? u->bytes : sthi_wire_bytes_packed(rt, u);
+}
+
+bool sthi_may_cross_plain(const sth_runtime *rt, const sthi_unit *u) {
+    return (u->flags & STH_UNIT_EITHER) && u->master && sthi_packed_on_link(rt, u) && !u->encoded.plain;
 }
 
 sthi_piece_of sthi_next_piece(const sth_runtime *rt, const sthi_unit *u, uint64_t begin) {

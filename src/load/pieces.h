@@ -6,6 +6,8 @@
 
 /* It crosses the link packed, and the device expands it. */
 bool sthi_packed_on_link(const sth_runtime *rt, const sthi_unit *u);
+uint64_t sthi_wire_bytes_packed(const sth_runtime *rt, const sthi_unit *u); /* the same, where it crosses packed */
+bool sthi_may_cross_plain(const sth_runtime *rt, const sthi_unit *u); /* as well as packed */
 uint64_t sthi_source_bytes(const sth_runtime *rt, const sthi_unit *u); /* that cross the link */
 /* The piece that begins at a byte of the place. */
 sthi_piece_of sthi_next_piece(const sth_runtime *rt, const sthi_unit *u, uint64_t begin);

@@ -193,6 +193,7 @@ static void number(sthi_bundles *b, maker *m) {
         b->units[n].transfer_bytes += in->units[i].transfer_bytes;
         if (m->size[head] < 2) {
             b->units[n].packed_bytes = in->units[i].packed_bytes;
+            b->units[n].flags |= in->units[i].flags & STH_UNIT_EITHER;
             continue;
         }
         b->place[i] = (uint32_t)(m->rt->units[i].host - m->lowest[head]);
@@ -315,6 +316,7 @@ sth_status sthi_bundles_part(const sthi_bundles *b, const sth_plan_input *in, st
     for (uint32_t i = 0; i < in->unit_count; i++) {
         whole->resident[i] = plan->resident[b->of_unit[i]];
         whole->packed[i] = plan->packed[b->of_unit[i]];
+        whole->plain[i] = plan->plain[b->of_unit[i]];
     }
     for (uint32_t i = 0; i < plan->load_count; i++) part_load(b, in, &plan->loads[i], whole, part[i]);
     part_uses(b, in, part, whole);

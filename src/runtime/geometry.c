@@ -25,6 +25,8 @@
 enum { ALLOC_TRIES = 6 };
 /* A new plan must predict this share of the old step or less. */
 static const double WORTH_IT = 0.98;
+/* Where expansions take more of the device than the rest of this, so much is enough. */
+static const double WORTH_LESS_EXPANSION = 0.995;
 
 /* Residents by their first use; those that the order does not use come last. */
 static void list_residents(sth_runtime *rt) {
@@ -67,6 +69,8 @@ static void adopt(sth_runtime *rt, const sthi_made_plan *m) {
     take_bundles(rt, m->bundles);
     rt->stats.resident_bytes = 0;
     for (uint32_t i = 0; i < rt->unit_count; i++) {
+        if (rt->units[i].encoded.crosses_plain != plan->plain[i]) rt->graph.edition++;
+        rt->units[i].encoded.crosses_plain = plan->plain[i];
         rt->units[i].resident = plan->resident[i];
         if (plan->resident[i]) rt->stats.resident_bytes += rt->units[i].bytes;
     }
@@ -208,7 +212,9 @@ static sth_status improve(sth_runtime *rt, bool *out_changed) {
     sthi_plan_hold(rt, true); /* what was seen since the plan was made, too */
     sth_status rc = sthi_plan_price(rt, rt->link.rate, &now);
     if (rc == STH_OUT_OF_HOST_MEMORY) return rc;
-    if (rc == STH_OK && (double)now.lower_bound_ns >= WORTH_IT * (double)now.step_ns) {
+    bool expands = rc == STH_OK && (double)now.expand_ns > (1 - WORTH_LESS_EXPANSION) * (double)now.step_ns;
+    double worth = expands ? WORTH_LESS_EXPANSION : WORTH_IT;
+    if (rc == STH_OK && (double)now.lower_bound_ns >= worth * (double)now.step_ns) {
         rt->planned.plan->prediction = now; /* none can promise enough, and a search takes milliseconds of the step */
         return STH_OK;
     }
@@ -216,7 +222,7 @@ static sth_status improve(sth_runtime *rt, bool *out_changed) {
     /* None can give places to all that is held. */
     if (rc != STH_OK && !rt->planned.holds) rc = sthi_plan_price(rt, rt->link.rate, &now);
     /* A plan that cannot run was made before it was seen what is held together. */
-    if (rc != STH_OK || (double)m.plan->prediction.step_ns < WORTH_IT * (double)now.step_ns) {
+    if (rc != STH_OK || (double)m.plan->prediction.step_ns < worth * (double)now.step_ns) {
         *out_changed = true;
         return install(rt, m);
     }

@@ -72,6 +72,14 @@ static sth_arena *take_image(sthi_unit *u, const void *host, sth_arena *arena) {
     return old;
 }
 
+/* A plan may let it cross as it is where it is pinned. */
+static void set_master(sthi_unit *u, const void *host, sth_arena *arena) {
+    u->master = host;
+    if (arena && sthi_arena_is_pinned(arena, host, u->bytes)) return;
+    u->flags &= ~(uint32_t)STH_UNIT_EITHER;
+    u->encoded.crosses_plain = false;
+}
+
 sth_status sthi_unit_set_host(sth_runtime *rt, uint32_t unit, const void *host, sth_arena *arena) {
     sthi_lock(&rt->lock);
     rt->callers++;
@@ -83,7 +91,7 @@ sth_status sthi_unit_set_host(sth_runtime *rt, uint32_t unit, const void *host, 
         sthi_unit *u = &rt->units[unit];
         rt->graph.edition++;
         leave_file(rt, u);
-        if (u->segments) u->master = host;
+        if (u->segments) set_master(u, host, arena);
         else old = take_image(u, host, arena);
         u->encoded.stale = u->segments != NULL;
         if (!(u->flags & STH_UNIT_WRITABLE)) u->flags |= STH_UNIT_WATCHED;

@@ -32,7 +32,8 @@ static sth_plan_unit plan_unit(const sth_runtime *rt, const sthi_unit *u) {
     if (!u->direct && !u->kept.image) flags |= STH_UNIT_FROM_DISK;
     if (u->writes.written) flags |= STH_UNIT_WRITTEN;
     if (sthi_lies_at_rest(rt, u)) flags |= STH_UNIT_PRESENT;
-    uint64_t wire = sthi_min_u64(sthi_source_bytes(rt, u), u->bytes);
+    if (sthi_may_cross_plain(rt, u)) flags |= STH_UNIT_EITHER;
+    uint64_t wire = sthi_min_u64(sthi_wire_bytes_packed(rt, u), u->bytes);
     return (sth_plan_unit){.bytes = u->bytes, .flags = flags, .transfer_bytes = wire,
                            .packed_bytes = aside ? 0 : sthi_stays_bytes(rt, (uint32_t)(u - rt->units))};
 }

@@ -26,6 +26,7 @@ typedef struct sthi_encoded {
     uint64_t print;          /* the master's fingerprint then */
     bool stale;              /* the master was written since */
     bool plain;              /* the image has no room for what was written: the master crosses as it is */
+    bool crosses_plain;      /* the plan's choice: the master is copied into the place, as it is */
 } sthi_encoded;
 
 /* The packed image on the device, from which loads are expanded (load/stays.c, load/expand.c). */

@@ -16,7 +16,7 @@ typedef struct brute_load {
 
 typedef struct brute_run {
     const brute_case *c;
-    unsigned resident, packed, keep; /* bit sets: by unit, and by use whose unit stays until its next use */
+    unsigned resident, packed, crosses, keep; /* bit sets: by unit, and by use whose unit stays until its next use */
     int ring;
     brute_load loads[LAPS * BRUTE_USES + 1];
     int load_count;
@@ -34,7 +34,9 @@ static bool copy_part(brute_run *r, int load, int from, int cells) {
         if (r->loads[before].let_go > r->link) r->link = r->loads[before].let_go;
     }
     for (int i = from; i < from + cells; i++) r->cells[i % r->ring] = load;
-    if (!(r->packed >> r->loads[load].unit & 1)) r->link += cells;
+    int u = r->loads[load].unit;
+    double share = r->crosses >> u & 1 ? (r->c->size[u] - 1.0) / r->c->size[u] : 1;
+    if (!(r->packed >> u & 1)) r->link += cells * share;
     return true;
 }
 
@@ -120,7 +122,8 @@ static bool copy_ahead(brute_run *r, const int home[BRUTE_USES]) {
 
 static double compute_of(const brute_run *r, int use) {
     int u = r->c->unit[use];
-    return r->c->compute[use] + (r->packed >> u & 1 ? r->c->size[u] / 4.0 : 0);
+    bool expands = r->packed >> u & 1 || (r->crosses >> u & 1 && !(r->resident >> u & 1) && begins_load(r, use));
+    return r->c->compute[use] + (expands ? r->c->size[u] / 4.0 : 0);
 }
 
 /* Mean step of the last laps; negative if this choice cannot run. */
@@ -182,7 +185,7 @@ static double least_step(const brute_run *r) {
         compute += compute_of(r, t);
         bool fresh = is_written(r, r->c->unit[t]) && first_of_lap(r->c, t);
         if (r->packed >> r->c->unit[t] & 1) continue;
-        if (fresh || begins_load(r, t)) copies += r->c->size[r->c->unit[t]];
+        if (fresh || begins_load(r, t)) copies += r->c->size[r->c->unit[t]] - (r->crosses >> r->c->unit[t] & 1);
     }
     return copies > compute ? copies : compute;
 }
@@ -204,9 +207,10 @@ static void every_ring(brute_run *r, int total, double best[BRUTE_BYTES + 1]) {
     }
 }
 
-static bool may_stay_packed(const brute_run *r) {
-    bool may = !(r->packed & ~r->c->packable) && !(r->packed & r->resident);
-    for (int u = 0; u < r->c->units; u++) may = may && (!(r->packed >> u & 1) || r->c->size[u] > 1);
+static bool may_be_packed(const brute_run *r) {
+    unsigned both = r->packed | r->crosses;
+    bool may = !(r->packed & ~r->c->packable) && !(r->crosses & ~r->c->either) && !(both & r->resident);
+    for (int u = 0; u < r->c->units; u++) may = may && (!(both >> u & 1) || r->c->size[u] > 1);
     return may;
 }
 
@@ -219,8 +223,9 @@ void brute_force(const brute_case *c, double best[BRUTE_BYTES + 1]) {
     unsigned keeps = c->uses > c->units ? 1u << c->uses : 1;
     for (r.resident = 0; r.resident < 1u << c->units; r.resident++)
         for (r.packed = 0; r.packed <= c->packable; r.packed++)
-            for (r.keep = 0; r.keep < keeps && may_stay_packed(&r); r.keep++)
-                if (sensible(&r)) every_ring(&r, total, best);
+            for (r.crosses = 0; r.crosses <= c->either; r.crosses++)
+                for (r.keep = 0; r.keep < keeps && may_be_packed(&r); r.keep++)
+                    if (sensible(&r)) every_ring(&r, total, best);
 }
 
 /* ---- replay of a plan ---- */

@@ -15,6 +15,8 @@ typedef struct brute_case {
     int compute[BRUTE_USES]; /* in the time that one unit of size takes on the link */
     unsigned packable;       /* bit set of units of 2 or more that may stay in one unit of size less; each use then
                                 takes a quarter of the size longer, and a load takes nothing of the link */
+    unsigned either;         /* bit set of units of 2 or more that may cross in one unit of size less; the first use of
+                                each such load then takes a quarter of the size longer */
     unsigned written;        /* bit set of units whose host images change between steps */
     bool whole;              /* a copy starts only when all of its place is free */
     bool twice;              /* the ring is mapped twice */

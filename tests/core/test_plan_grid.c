@@ -19,13 +19,13 @@ static const double WORST = 1.03, WORST_OF_REUSE = 1.08, WORST_OF_MANY = 1.06, W
 
 static double worst_allowed(const brute_case *c) {
     if (c->uses > c->units) return WORST_OF_REUSE;
-    if (c->packable && c->units > 4) return WORST_OF_PACKED;
+    if ((c->packable | c->either) && c->units > 4) return WORST_OF_PACKED;
     return c->units > 8 ? WORST_OF_MANY : WORST;
 }
 
 static void describe(const brute_case *c, int budget, char *buf, size_t cap) {
-    int n = snprintf(buf, cap, "%d %d %d %d %u %u %d :", c->units, c->uses, c->whole, c->twice, c->written,
-                     c->packable, budget);
+    int n = snprintf(buf, cap, "%d %d %d %d %u %u %u %d :", c->units, c->uses, c->whole, c->twice,
+                     c->written, c->packable, c->either, budget);
     for (int u = 0; u < c->units; u++) n += snprintf(buf + n, cap - (size_t)n, " %d", c->size[u]);
     n += snprintf(buf + n, cap - (size_t)n, " :");
     for (int t = 0; t < c->uses; t++)
@@ -39,6 +39,10 @@ static double planned(const brute_case *c, int budget, sth_plan **out_plan) {
     for (int u = 0; u < c->units; u++) {
         units[u].bytes = (uint64_t)c->size[u] * UNIT_BYTES;
         if (c->written >> u & 1) units[u].flags = STH_UNIT_WRITTEN;
+        if (c->either >> u & 1 && c->size[u] > 1) {
+            units[u].flags |= STH_UNIT_EITHER;
+            units[u].transfer_bytes = (uint64_t)(c->size[u] - 1) * UNIT_BYTES;
+        }
         if (c->packable >> u & 1) units[u].packed_bytes = (uint64_t)(c->size[u] - 1) * UNIT_BYTES;
     }
     for (int t = 0; t < c->uses; t++)
@@ -216,6 +220,36 @@ static void grid_of_up_to_three_that_are_written(void **state) {
     print_tally("written");
     assert_int_equal(bad, 0);
 }
+/* Some, and all, units may cross packed or as they are. */
+static void grid_of_up_to_three_that_may_cross_either_way(void **state) {
+    (void)state;
+    int code[BRUTE_UNITS], bad = 0;
+    start_tally();
+    for (int units = 1; units <= 3; units++)
+        for (long number = 0; number < grid_size(units); number++) {
+            decode(number, units, code);
+            brute_case c = forward_case(code, units, number % 2, number % 3);
+            c.either = units < 3 || number % 2 ? (1u << units) - 1 : 1 + (unsigned)number % 6;
+            bad += !check_input(&c);
+        }
+    print_tally("either way");
+    assert_int_equal(bad, 0);
+}
+static void samples_of_four_to_six_that_may_cross_either_way(void **state) {
+    (void)state;
+    uint64_t state_of_chance = 77001;
+    int code[BRUTE_UNITS], bad = 0;
+    start_tally();
+    for (int i = 0; i < 40; i++) {
+        int units = 4 + i % 3;
+        for (int u = 0; u < units; u++) code[u] = (int)next_chance(&state_of_chance, CODES);
+        brute_case c = forward_case(code, units, i % 2, true);
+        c.either = (1u << units) - 1;
+        bad += !check_input(&c);
+    }
+    print_tally("more units, either way");
+    assert_int_equal(bad, 0);
+}
 /* Some, and all, units may stay packed. Few: every set of them is tried. */
 static void grid_of_up_to_three_that_may_stay_packed(void **state) {
     (void)state;
@@ -304,11 +338,12 @@ static bool next_number(char **text, int low, int high, int *out) {
 
 static int replay(char *text) {
     brute_case c = {0};
-    int whole, twice, written, packable, budget;
+    int whole, twice, written, packable, either, budget;
     bool ok = next_number(&text, 1, BRUTE_UNITS, &c.units) && next_number(&text, 1, BRUTE_USES, &c.uses) &&
               next_number(&text, 0, 1, &whole) && next_number(&text, 0, 1, &twice) &&
               next_number(&text, 0, (1 << BRUTE_UNITS) - 1, &written) &&
-              next_number(&text, 0, (1 << BRUTE_UNITS) - 1, &packable) && next_number(&text, 0, BRUTE_BYTES, &budget);
+              next_number(&text, 0, (1 << BRUTE_UNITS) - 1, &packable) &&
+              next_number(&text, 0, (1 << BRUTE_UNITS) - 1, &either) && next_number(&text, 0, BRUTE_BYTES, &budget);
     for (int u = 0; ok && u < c.units; u++) ok = next_number(&text, 1, 3, &c.size[u]);
     for (int t = 0; ok && t < c.uses; t++)
         ok = next_number(&text, 0, c.units - 1, &c.unit[t]) && next_number(&text, 0, 99, &c.compute[t]);
@@ -320,6 +355,7 @@ static int replay(char *text) {
     c.twice = twice;
     c.written = (unsigned)written;
     c.packable = (unsigned)packable;
+    c.either = (unsigned)either;
     sth_plan *plan = NULL;
     double best[BRUTE_BYTES + 1], step = planned(&c, budget, &plan);
     brute_force(&c, best);
@@ -363,6 +399,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(samples_of_forward_and_backward_that_are_written),
         cmocka_unit_test(grid_of_up_to_three_that_may_stay_packed),
         cmocka_unit_test(samples_of_four_to_seven_that_may_stay_packed),
+        cmocka_unit_test(grid_of_up_to_three_that_may_cross_either_way),
+        cmocka_unit_test(samples_of_four_to_six_that_may_cross_either_way),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

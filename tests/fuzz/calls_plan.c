@@ -18,7 +18,7 @@ static void plan(calls *c) {
     sth_plan_input_init(&in);
     sth_plan_input_init(NULL);
     for (int i = 0; i < UNITS; i++)
-        units[i] = (sth_plan_unit){calls_bytes(c, 1 << 17), calls_byte(c) % 2 ? 0 : calls_byte(c) & 15,
+        units[i] = (sth_plan_unit){calls_bytes(c, 1 << 17), calls_byte(c) % 2 ? 0 : calls_byte(c) & 63,
                                    calls_byte(c) % 4 ? 0 : calls_extreme(c),
                                    calls_byte(c) % 4 ? 0 : calls_extreme(c)};
     for (int i = 0; i < USES; i++)

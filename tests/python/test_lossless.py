@@ -402,6 +402,41 @@ def test_host_memory_is_taken_for_units_that_stream_or_stay_packed_alone(share):
 
 
 @card.simulated_only
+def test_auto_crosses_plain_where_compute_is_the_bound_and_packed_where_the_link_is():
+    """Each block computes for so long that expansions would take more than 1/200 of it; then hardly at all."""
+    model, other = wide(12, 128), wide(12, 128)
+    want, x = aligned_copy(model), torch.randn(4, 128).bfloat16()
+    budget = budget_of(model, 0.4)
+    device = slow_link(budget)
+    runtime = wrapped(model, "auto", vram_budget=budget, device=device)
+    lossless = wrapped(other, vram_budget=budget, device=slow_link(budget))
+    for _ in range(3):
+        forward(other, x)
+    busy = {"ns": 0}
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda module, args: device.compute(busy["ns"]))
+
+    def crossing():
+        for _ in range(12):
+            assert same(forward(model, x), forward(want, x))
+        units = [unit for unit in runtime.stats["units"] if unit["bytes"] == 98304]
+        return sum(unit["transfer_bytes"] == unit["bytes"] for unit in units), len(units)
+
+    assert runtime.quantised["encoding"] == "auto" and runtime.quantised["error"]
+    assert crossing()[0] == 0
+    assert runtime.plan["bytes_per_step"] <= 1.1 * lossless.plan["bytes_per_step"]
+    runtime.shutdown()
+    lossless.shutdown()
+    runtime = wrapped(model, "auto", vram_budget=budget,
+                      device=(device := _core.Device("sim", memory_bytes=2 * budget, link_bytes_per_s=10**11,
+                                                     copy_latency_ns=1, virtual_time=True)))
+    busy["ns"] = 3000
+    plain, units = crossing()
+    assert plain == units and runtime.plan["packed_bytes"] == runtime.plan["expand_ns"] == 0
+    runtime.shutdown()
+
+
+@card.simulated_only
 def test_training_over_a_base_that_stays_packed():
     model = with_adapters(wide(8, 128, torch.float32))
     want = copy.deepcopy(model)

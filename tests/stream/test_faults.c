@@ -145,6 +145,15 @@ static world_spec stays(void) {
     return spec;
 }
 
+/* Of it some cross packed where the link is the bound, and as they are where it is not. */
+static world_spec either(void) {
+    world_spec spec = direct();
+    spec.packed = STH_TRANSFER_LOSSLESS;
+    spec.either = true;
+    spec.budget = 50000;
+    return spec;
+}
+
 static void loop(sthi_fault_kind kind, world_spec spec) {
     for (int forever = 0; forever < 2; forever++) {
         scenario s = {kind, forever, spec, 1};
@@ -200,6 +209,7 @@ static void any_device_call(void **state) {
     loop(STHI_FAULT_DEVICE_CALL, packed(false));
     loop(STHI_FAULT_DEVICE_CALL, packed(true));
     loop(STHI_FAULT_DEVICE_CALL, stays());
+    loop(STHI_FAULT_DEVICE_CALL, either());
 }
 
 /* With readers at work the n-th call is another one each time. */

@@ -132,16 +132,17 @@ typedef struct setting {
     const uint32_t *order;
     uint32_t count;
     sth_transfer packed;
-    bool writable;
+    bool writable, either;
 } setting;
 
 static const setting SETTINGS[] = {
-    {FORWARD, UNITS, 0, false},
-    {SAWTOOTH, LONGEST, 0, false},
-    {FORWARD, UNITS, 0, true},
-    {FORWARD, UNITS, STH_TRANSFER_INT8, false},
-    {SAWTOOTH, LONGEST, STH_TRANSFER_INT4, true},
-    {FORWARD, UNITS, STH_TRANSFER_LOSSLESS, false},
+    {FORWARD, UNITS, 0, false, false},
+    {SAWTOOTH, LONGEST, 0, false, false},
+    {FORWARD, UNITS, 0, true, false},
+    {FORWARD, UNITS, STH_TRANSFER_INT8, false, false},
+    {SAWTOOTH, LONGEST, STH_TRANSFER_INT4, true, false},
+    {FORWARD, UNITS, STH_TRANSFER_LOSSLESS, false, false},
+    {FORWARD, UNITS, STH_TRANSFER_LOSSLESS, false, true},
 };
 
 static void open_setting(world *w, const setting *s, uint64_t budget) {
@@ -149,6 +150,7 @@ static void open_setting(world *w, const setting *s, uint64_t budget) {
     spec.packed = s->packed;
     spec.writable = s->writable;
     spec.read_only = !s->writable;
+    spec.either = s->either;
     open_world(w, &spec);
     steps(w, s->order, s->count, 4);
 }
@@ -262,7 +264,7 @@ static void test_units_that_stay_packed(void **state) {
 static void test_what_is_written_behind_a_replay_is_not_in_it(void **state) {
     (void)state;
     static uint8_t saw[UNITS][65536];
-    const setting all = {FORWARD, UNITS, 0, true};
+    const setting all = {FORWARD, UNITS, 0, true, false};
     world w;
     graph g;
     bool current = false;

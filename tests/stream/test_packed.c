@@ -309,6 +309,51 @@ static void packed_units_give_way_to_another_model_and_come_back(void **state) {
     sthi_device_release(spec.device);
 }
 
+static uint64_t moved_by(world *w, int64_t compute_ns) {
+    uint64_t before = 0;
+    for (int k = 0; k < 12; k++) {
+        before = stats_of(w).h2d_bytes;
+        assert_ok(world_step(w, many_order, MANY, compute_ns));
+    }
+    return stats_of(w).h2d_bytes - before;
+}
+
+static uint32_t crossing_plain(const world *w) {
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < MANY; i++) count += w->runtime->units[i].encoded.crosses_plain;
+    return count;
+}
+
+/* Where compute is the bound units cross as they are, and packed where the link is; writes between are seen either way,
+ * also those that do not pack. */
+static void units_cross_as_it_suits_the_bound(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = many(400000);
+    enum { LONG = 3500, SHORT = 100 }; /* beside which expansions take more than 1/200 */
+    spec.link = UINT64_C(10000000000);
+    spec.latency_ns = 1;
+    spec.either = true;
+    spec.read_only = false;
+    spec.flags = STH_UNIT_WATCHED;
+    assert_ok(world_open(&w, &spec));
+    uint64_t packed = moved_by(&w, SHORT);
+    assert_int_equal(crossing_plain(&w), 0);
+    uint64_t plain = moved_by(&w, LONG);
+    assert_int_equal(crossing_plain(&w), MANY / 2);
+    assert_true(packed < plain);
+    assert_int_equal(packed_bytes_of(&w), 0);
+    for (uint8_t version = 1; version < 4; version++)
+        for (int bound = 0; bound < 2; bound++) {
+            uint8_t next = version == 2 ? WORLD_WILD : (uint8_t)(version + 4 * bound);
+            for (uint32_t i = 0; i < MANY; i++) world_fill(&w, i, next);
+            for (int k = 0; k < 6; k++) assert_ok(world_step(&w, many_order, MANY, bound ? SHORT : LONG));
+        }
+    assert_true(moved_by(&w, SHORT) < plain);
+    assert_int_equal(crossing_plain(&w), 0);
+    world_close(&w);
+}
+
 /* Compute is the bound: none stays packed. */
 static void none_stays_packed_where_compute_is_the_bound(void **state) {
     (void)state;
@@ -331,6 +376,7 @@ int main(void) {
         cmocka_unit_test(units_stay_packed_where_the_link_is_the_bound),
         cmocka_unit_test(packed_units_follow_the_budget_and_the_order),
         cmocka_unit_test(packed_units_give_way_to_another_model_and_come_back),
+        cmocka_unit_test(units_cross_as_it_suits_the_bound),
         cmocka_unit_test(none_stays_packed_where_compute_is_the_bound),
         cmocka_unit_test(bad_segments_are_refused),
     };

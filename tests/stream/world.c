@@ -151,7 +151,8 @@ static sth_status add_units(world *w, const world_spec *spec, const uint64_t *pa
         uint32_t id;
         snprintf(name, sizeof name, "unit.%u", i);
         sth_unit_desc d = {.name = name, .bytes = spec->bytes[i], .host = w->image[i], .arena = w->arena,
-                           .flags = spec->flags | (spec->writable ? STH_UNIT_WRITABLE : 0)};
+                           .flags = spec->flags | (spec->writable ? STH_UNIT_WRITABLE : 0) |
+                                    (spec->either && is_packed(spec, i) ? STH_UNIT_EITHER : 0)};
         if (w->packed[i]) {
             d.host = w->packed[i];
             d.master = w->image[i];

@@ -27,6 +27,7 @@ typedef struct world_spec {
     uint64_t reserved, least_room;
     uint64_t high_watermark, low_watermark;
     sth_transfer packed;   /* how every second unit crosses the link; 0: as it is */
+    bool either;           /* packed units may cross as they are, too */
     bool no_expand;        /* the device cannot expand: the host does */
 } world_spec;
 

@@ -559,8 +559,8 @@ static PyMethodDef runtime_methods[] = {
     {"prediction", runtime_prediction, METH_NOARGS,
      "prediction()\n--\n\n"
      "What the plan in force predicts, a dict: step_ns, compute_ns, link_ns, stall_ns,\n"
-     "lower_bound_ns, bytes_per_step, resident_bytes, packed_bytes, ring_bytes, streamed_bytes, total_bytes,\n"
-     "bound_by (\"compute\", \"link\" or \"ring\")."},
+     "expand_ns, lower_bound_ns, bytes_per_step, resident_bytes, packed_bytes, ring_bytes, streamed_bytes,\n"
+     "total_bytes, bound_by (\"compute\", \"link\" or \"ring\")."},
     {"metrics", KEYWORDS(runtime_metrics),
      "metrics(i=0)\n--\n\n"
      "The record of the i-th newest finished step of the last 100, a dict with the fields of METRICS;\n"

@@ -68,6 +68,7 @@ static const field prediction_fields[] = {
     PREDICTED(disk_bytes_per_step, U64),
     PREDICTED(resident_bytes, U64),
     PREDICTED(packed_bytes, U64),
+    PREDICTED(expand_ns, I64),
     PREDICTED(ring_bytes, U64),
     PREDICTED(streamed_bytes, U64),
     PREDICTED(total_bytes, U64),

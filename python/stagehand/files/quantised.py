@@ -19,7 +19,8 @@ from ..weights.units import Entry, round_up
 nn = torch.nn
 
 LOSSLESS = "lossless"
-ENCODINGS = (LOSSLESS, "int8", "fp8", "int4")
+AUTO = "auto"  # LOSSLESS, and each plan chooses which units cross so and which as they are
+ENCODINGS = (LOSSLESS, AUTO, "int8", "fp8", "int4")
 NO_GAIN = "it would not shrink by a tenth"
 LESS_ROOM = 16
 LEAST_ELEMENTS = 4096  # smaller weights gain nothing
@@ -34,7 +35,7 @@ def check_encoding(value) -> str | None:
         return None
     if value in ENCODINGS:
         return value
-    raise ValueError(f"transfer is None, 'plain', 'lossless', 'int8', 'fp8' or 'int4', not {value!r}")
+    raise ValueError(f"transfer is None, 'plain', 'lossless', 'auto', 'int8', 'fp8' or 'int4', not {value!r}")
 
 
 @dataclass
@@ -87,9 +88,13 @@ class Quantised:
     packed: dict[int, Packed] = field(default_factory=dict)  # id(unit) -> its image
     left: dict[str, str] = field(default_factory=dict)  # parameter name -> why it crosses in full
     arena: _core.Arena | None = None  # of the images
+    either: bool = False
 
     def __post_init__(self):
         self.encoding = check_encoding(self.encoding)
+        self.either = self.encoding == AUTO  # masters are pinned beside their packed images
+        if self.either:
+            self.encoding = LOSSLESS
 
     @property
     def rounds(self) -> bool:
@@ -107,7 +112,8 @@ class Quantised:
         decoded = session.source.decoded if session.source is not None else {}
         ram = {entry.name: {"reason": decoded[entry.name][0], "bytes": decoded[entry.name][1]}
                for _, entry in entries if entry.name in decoded}
-        return {"encoding": self.encoding, "error": errors, "left": dict(self.left), "files": files, "decoded": ram,
+        return {"encoding": AUTO if self.either else self.encoding, "error": errors, "left": dict(self.left),
+                "files": files, "decoded": ram,
                 "host_bytes": sum(packed.nbytes for packed in self.packed.values())}
 
     # ------------------------------------------------------------------ choosing

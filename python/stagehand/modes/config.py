@@ -71,7 +71,8 @@ SETTINGS = (
             "as for the planner"),
     Setting("debug_trace", "", NOTHING, NOTHING, "telemetry_file records every step"),
     Setting("transfer", "",
-            "'lossless': streamed weights cross the link in fewer bytes with every bit kept (docs/lossless.md); "
+            "'lossless': streamed weights cross the link in fewer bytes with every bit kept; 'auto': so, or as they "
+            "are where compute is the bound (docs/lossless.md); "
             "'int8', 'fp8' or 'int4': those of Linear and convolutions in so few bits (docs/quantised-transfer.md); "
             "None or 'plain': as they are", "as for the planner"),
     Setting("trainables", "", "'auto', 'device' or 'host': where weights that take a gradient live "

@@ -220,9 +220,11 @@ def layer(model: torch.nn.Module, *, vram_budget: Size | None = None, ram_budget
         slower. Beside it there are the slabs.
     transfer: "lossless": weights that stream and do not train cross the link packed, bfloat16 in about 0.7 of its
         bytes, and arrive with the bits that they have; their packed bytes take host memory beside the weights
-        (docs/lossless.md). "int8", "fp8" or "int4": weights of Linear and convolutions that stream cross the link in so
-        many bits and are expanded on the device. Which they are is settled here and stays; `runtime.quantised` names
-        them with their errors, and what is left out with the reason. None or "plain": all bytes cross as they are.
+        (docs/lossless.md). "auto": each plan chooses which of them cross packed, and which as they are because compute
+        is the bound; both take pinned host memory. "int8", "fp8" or "int4": weights of Linear and convolutions that
+        stream cross the link in so many bits and are expanded on the device. Which they are is settled here and stays;
+        `runtime.quantised` names them with their errors, and what is left out with the reason. None or "plain": all
+        bytes cross as they are.
     name: of the model in errors, where there are several; None: its class.
     map: with source, as for `load`.
     trainables: where weights that take a gradient live. "auto": those of a model of which a part is frozen live on the

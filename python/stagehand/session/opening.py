@@ -187,10 +187,10 @@ class Takeover:
         packed = [unit for unit in self._units if not unit.in_file and self._quantised.of(unit)]
         plain = [unit for unit in self._units if not unit.in_file and not self._quantised.of(unit)]
         with Dropper() as originals:
-            self._fill(packed, [], originals, 0)
+            masters = self._fill(packed, [], originals, self.may_pin() if self._quantised.either else 0)
             self._quantised.finish()
             weights = self._fill(plain, self._session.trained.idle if self._units else [], originals, self.may_pin())
-        for arena in (weights, self._quantised.arena):
+        for arena in (weights, masters if self._quantised.either else None, self._quantised.arena):
             if arena is not None and arena.pin_error:
                 warnings.warn(
                     f"stagehand: {_core.format_size(arena.bytes - arena.pinned_bytes)} of the weights could "
@@ -207,6 +207,8 @@ class Takeover:
             packed = self._quantised.of(unit)
             if packed is not None:
                 flags = 0 if unit.in_file else _core.UNIT_WATCHED
+                if self._quantised.either and not unit.in_file and unit.arena.pinned_bytes == unit.arena.bytes:
+                    flags |= _core.UNIT_EITHER
                 where = {"host": packed.address, "arena": self._quantised.arena, "segments": packed.segments,
                          "packed_bytes": packed.nbytes, "master": unit.base}
             elif unit.in_file:

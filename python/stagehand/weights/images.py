@@ -169,7 +169,8 @@ class Images:
     def _new_image(self, unit: Unit) -> None:
         """Another image, made of the masters: the old one belongs to its holders, or there was none."""
         session = self._session
-        staged = session.quantised.of(unit) is not None or unit.pageable()
+        encoded = session.quantised.of(unit) is not None and not session.quantised.either
+        staged = encoded or unit.pageable()
         arena = _core.Arena(session.target.core, unit.nbytes, pinned_most=0 if staged else NO_BOUND)
         before = unit.arena, unit.base
         unit.arena, unit.base = arena, arena.reserve(unit.nbytes)
