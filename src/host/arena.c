@@ -122,8 +122,8 @@ sth_status sthi_arena_create_bounded(sth_device *device, uint64_t capacity, uint
     if (!a) return sthi_no_memory("arena", "an arena's record");
     /* A reservation longer than a window opens one of its own, so twice the count is enough. */
     a->window_cap = (uint32_t)(2 * windows + 2);
-    a->windows = sthi_zalloc(a->window_cap, sizeof *a->windows);
-    a->base = sthi_pages_map(bytes, 1);
+    a->base = sthi_pages_map(bytes, 1); /* first: it refuses sizes whose list of windows would be large, too */
+    a->windows = a->base ? sthi_zalloc(a->window_cap, sizeof *a->windows) : NULL;
     if (!a->windows || !a->base) {
         sthi_pages_unmap(a->base, bytes);
         sthi_free(a->windows);

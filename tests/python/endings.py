@@ -22,7 +22,7 @@ from stagehand.activation import ActivationRuntime, ActivationStagehandConfig
 from stagehand.optim import OffloadedAdamW
 from support import Stack, device, made, runtime, tight_budget
 
-LIMIT_S = 30
+LIMIT_S = 240
 CODES = {"exit": 3, "raise": 1, "os._exit": 4, "SIGTERM": -15, "SIGINT": -2}
 LINK = 3e6  # bytes/s: most of a step is spent waiting for bytes
 SPREAD_S = 0.12  # about two steps
