@@ -3,8 +3,8 @@ streamed, and offloaded by others, in one process.
 
 usage: real.py [CASE,CASE] [--systems NAME,NAME] [--budgets GB,GB] [--steps N] [--small] [--out FILE] [--trace FOLDER]
 
-CASE: of released.CASES; all of them where none is given. Systems: resident, ours and lossless (once for each budget;
-weights cross the link as they are, or packed), leaf (diffusers' group offloading, leaf level with a stream), model (a
+CASE: of released.CASES; all of them where none is given. Systems: resident, ours, lossless and auto (once for each
+budget; weights cross the link as they are, packed, or packed where it pays), leaf (diffusers' group offloading, leaf level with a stream), model (a
 pipeline's model offload), accelerate (cpu_offload).
 --small: a few layers of each, on the simulated device; times say nothing then.
 
@@ -29,8 +29,8 @@ from released import CASES, Case
 
 import stagehand
 
-SYSTEMS = ("resident", "ours", "lossless", "leaf", "model", "accelerate")
-OURS = ("ours", "lossless")
+SYSTEMS = ("resident", "ours", "lossless", "auto", "leaf", "model", "accelerate")
+OURS = ("ours", "lossless", "auto")
 PACKAGES = ("diffusers", "transformers", "peft", "accelerate")
 
 
@@ -60,6 +60,10 @@ def ours(made, case: Case, where: Where, budget, transfer="plain"):
 
 def lossless(made, case: Case, where: Where, budget):
     return ours(made, case, where, budget, "lossless")
+
+
+def auto(made, case: Case, where: Where, budget):
+    return ours(made, case, where, budget, "auto")
 
 
 def leaf(made, case: Case, where: Where, budget):
@@ -105,8 +109,8 @@ def accelerate(made, case: Case, where: Where, budget):
     return undo
 
 
-PREPARE = {"resident": resident, "ours": ours, "lossless": lossless, "leaf": leaf, "model": model,
-           "accelerate": accelerate}
+PREPARE = {"resident": resident, "ours": ours, "lossless": lossless, "auto": auto, "leaf": leaf,
+           "model": model, "accelerate": accelerate}
 
 
 # ---------------------------------------------------------------------- rows

@@ -28,12 +28,15 @@ def tensors_there():
 
 
 def pytest_runtest_logreport(report) -> None:
-    """STH_TEST_FAILURES=FILE: each failure as it comes, a line, for a run that may not reach its end."""
+    """STH_TEST_FAILURES=FILE: each failure as it comes, with the end of its traceback, for a run that may not reach
+    its end."""
     path = os.environ.get("STH_TEST_FAILURES")
     if path and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
-        text = [line[1:].strip() for line in str(report.longrepr).splitlines() if line.startswith("E ")]
+        trace = str(report.longrepr).splitlines()
+        text = [line[1:].strip() for line in trace if line.startswith("E ")]
         with open(path, "a") as out:
             out.write(f"{report.nodeid} ({report.when}): {' | '.join(text[:4])[:400]}\n")
+            out.writelines(f"    {line}\n" for line in trace[-12:] if line.strip())
 
 
 def pytest_collection_modifyitems(config, items) -> None:
