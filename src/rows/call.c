@@ -237,7 +237,8 @@ static sth_status acquire(sth_rows *rows, uint32_t table, const void *ids, uint3
     STHI_TRY(compare(rows, table));
     STHI_TRY(distinct(rows, table, ids, id_bytes, count, &asked));
     STHI_TRY(take_use(rows, &use));
-    if (!sthi_rows_ask(&rows->plan, table, rows->scratch.asked, rows->scratch.times, asked, tokens, rows->scratch.loads, &missing))
+    const sthi_rows_scratch *s = &rows->scratch;
+    if (!sthi_rows_ask(&rows->plan, table, s->asked, s->times, asked, tokens, s->loads, &missing))
         return too_many(rows, table, asked);
     use->live = true;
     use->count = asked;

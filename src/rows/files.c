@@ -256,7 +256,8 @@ sth_status sthi_rows_ram_read(sth_rows *rows, uint32_t table, const sthi_rows_lo
     sthi_rows_ram *ram = &rows->ram;
     uint32_t number = rows->images[table].file->table, missing = 0;
     for (uint32_t i = 0; i < count; i++) ram->scratch.asked[i] = loads[i].row;
-    bool room = sthi_rows_ask(&ram->plan, number, ram->scratch.asked, uses, count, tokens, ram->scratch.loads, &missing);
+    bool room = sthi_rows_ask(&ram->plan, number, ram->scratch.asked, uses, count, tokens, ram->scratch.loads,
+                              &missing);
     STHI_INVARIANT(room); /* nobody else has a lease */
     (void)room;
     sth_status rc = read_rows(rows, table, missing);

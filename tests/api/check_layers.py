@@ -310,7 +310,7 @@ def line_counts(root: pathlib.Path) -> dict[str, int]:
     """Of the package without integrations, and of the library and the tool; the extension module is neither."""
     package = root / "python/stagehand"
     python = [path for path in package.rglob("*.py") if not path.is_relative_to(package / "integrations")]
-    c = [path for room in ("include", "src", "cli") for suffix in ("*.c", "*.h") for path in (root / room).rglob(suffix)]
+    c = [path for room in ("include", "src", "cli") for path in (root / room).rglob("*.[ch]")]
     return {"python": sum(python_lines(path.read_text()) for path in python),
             "c": sum(c_lines(path.read_text()) for path in c)}
 
