@@ -103,7 +103,8 @@ def graph_over(weight):
 
 HOLD = {
     "itself": lambda weight: weight, "view": lambda weight: weight[1:3], "detached": lambda weight: weight.detach(),
-    "storage": lambda weight: weight.untyped_storage(), **({} if card.ON_CARD else {"array": lambda weight: weight.detach().numpy()}),
+    "storage": lambda weight: weight.untyped_storage(),
+    **({} if card.ON_CARD else {"array": lambda weight: weight.detach().numpy()}),
     "capsule": lambda weight: torch.from_dlpack(weight.detach()), "graph": graph_over}
 
 

@@ -319,7 +319,7 @@ class Kinds(nn.Module):
         super().__init__()
         self.undefined = Holder(d, lambda x, w: Nothing.apply(x, w))
         self.expanded = Holder(d, lambda x, w: x + w.sum())
-        self.transposed = Holder(d, lambda x, w: x + (w.t() * torch.arange(48.0 * 48, device=w.device).view(48, 48)).sum())
+        self.transposed = Holder(d, lambda x, w: x + (w.t() * there(torch.arange(48.0 * 48)).view(48, 48)).sum())
         self.part = Holder(d, lambda x, w: Part.apply(x, w))
         self.summed = Holder(d, lambda x, w: x + torch.cat([w, w * 2], 1)[:, 3:51].sin().sum())
         self.viewed = Holder(d, lambda x, w: x @ w.view(-1)[: d * d].view(d, d))

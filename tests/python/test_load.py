@@ -242,7 +242,8 @@ def test_dtype_is_what_the_file_must_have(tmp_path):
         stagehand.load(Stack, tmp_path / "w.safetensors", device=card.NAME)
     with pytest.raises(DtypeMismatchError, match="keep the file's dtype"):
         stagehand.load(Stack, tmp_path / "w.safetensors", dtype=torch.float16, device=card.NAME)
-    model = stagehand.load(Stack, tmp_path / "w.safetensors", dtype=torch.bfloat16, vram_budget=1 << 20, device=card.NAME)
+    model = stagehand.load(Stack, tmp_path / "w.safetensors", dtype=torch.bfloat16, vram_budget=1 << 20,
+                           device=card.NAME)
     assert same(model(x), reference(x))
     runtime_of(model).shutdown()
 

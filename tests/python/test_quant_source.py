@@ -523,7 +523,8 @@ def test_transfer_beside_a_quantised_file(tmp_path):
     """What the file holds in few bits stays as it is; what it holds in full is quantised as the user asked."""
     plain, x = stack(), torch.randn(3, D)
     path = write(tmp_path, plain, "v2", leave=("inp", "blocks.0.up"))
-    model = stagehand.load(build(), path, vram_budget=nbytes(plain) // 4 + (160 << 10), device=card.NAME, transfer="fp8")
+    model = stagehand.load(build(), path, vram_budget=nbytes(plain) // 4 + (160 << 10), device=card.NAME,
+                           transfer="fp8")
     told = runtime(model).quantised
     assert "blocks.1.up.weight" in told["files"] and told["encoding"] == "fp8"
     assert told["left"]["blocks.1.up.weight"] == "its file holds it in few bits already"

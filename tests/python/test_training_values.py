@@ -106,7 +106,9 @@ def values(net) -> dict:
     (torch.optim.SGD, True), (torch.optim.AdamW, False), (torch.optim.Adagrad, True), (torch.optim.RMSprop, False)])
 def test_optimizers(kind, foreach, before):
     # A denominator near zero magnifies a card's rounding.
-    options = {"lr": 0.01, "foreach": foreach, **({"eps": 1e-2} if card.ON_CARD and kind is not torch.optim.SGD else {})}
+    options = {"lr": 0.01, "foreach": foreach}
+    if card.ON_CARD and kind is not torch.optim.SGD:
+        options["eps"] = 1e-2
 
     def script(net, manage):
         log = []

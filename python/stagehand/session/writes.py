@@ -36,7 +36,7 @@ class Writes:
         images.follow_masters images.put images.renew images.write_master inference_mode local mark_written model
         plans quantised regions.look_again simulated stay.away stay.has_data_on_host stay.place
         stay.outside_bytes stay.reserve steps.passing
-        streaming tables.stays tables.synchronize takeover.unmanaged takeover.wrap_module target
+        streaming tables.stays tables.synchronize takeover.unmanaged takeover.wrap_module
         trained.give_way trained.outgrown units unlist"""
 
     def __init__(self, session) -> None:

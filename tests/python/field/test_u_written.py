@@ -345,11 +345,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
-how = HOW
+how, kind = HOW, os.environ.get("STH_TEST_DEVICE", "cpu").split(":")[0]
 if how == "double":
     torch.set_default_dtype(torch.double)
 context = {"inference": torch.inference_mode, "mode": Mode, "no_grad": torch.no_grad,
-           "autocast": lambda: torch.autocast(os.environ.get("STH_TEST_DEVICE", "cpu").split(":")[0], torch.bfloat16)}.get(how, contextlib.nullcontext)
+           "autocast": lambda: torch.autocast(kind, torch.bfloat16)}.get(how, contextlib.nullcontext)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
 x = torch.randn(2, 64)
