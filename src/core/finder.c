@@ -142,7 +142,8 @@ void sthi_finder_observe(sthi_finder *f, const sth_memory_reading *r, uint64_t i
         sth_budget_why why = fell ? STH_BUDGET_NEIGHBOUR : STH_BUDGET_PEAK;
         if (need > seen) why = STH_BUDGET_EXPECTED;
         shrink(f, cap, failed ? STH_BUDGET_FAILED : why);
-    } else if (cap >= sthi_plus(f->cap, f->cap / WORTH_GROWING) && cap > f->cap && (f->calm >= f->patience || starves)) {
+    } else if (cap >= sthi_plus(f->cap, f->cap / WORTH_GROWING) && cap > f->cap &&
+               (f->calm >= f->patience || starves)) {
         grow(f, cap);
     }
     *out = (sth_budget_verdict){.cap = f->cap, .capacity = capacity, .others = others_now(f), .margin = f->margin,
@@ -203,7 +204,8 @@ void sthi_finder_settle(const sth_memory_reading *r, uint64_t least, bool leased
 }
 
 bool sthi_finder_above_ceiling(const sthi_finder *f, const sth_memory_reading *r, uint64_t occupied) {
-    uint64_t weights = sthi_max_u64(occupied, r->budget), unused = sthi_minus(r->framework_reserved, r->framework_allocated);
+    uint64_t weights = sthi_max_u64(occupied, r->budget);
+    uint64_t unused = sthi_minus(r->framework_reserved, r->framework_allocated);
     return r->ceiling && sthi_plus(sthi_plus(weights, others_now(f)), unused) > r->ceiling;
 }
 
