@@ -93,7 +93,7 @@ static sth_status number_copies(sth_rows *rows, const sthi_rows_load *loads, uin
 }
 
 static sth_status copy_all(sth_rows *rows, uint32_t table, uint32_t count) {
-    const sthi_rows_load *loads = rows->loads;
+    const sthi_rows_load *loads = rows->scratch.loads;
     uint64_t number;
     for (uint32_t i = 0, n; i < count; i += n) {
         for (n = 1; i + n < count; n++)
@@ -116,18 +116,18 @@ static sth_status copy_group(sth_rows *rows, uint32_t table, const sthi_rows_loa
 
 /* Uses of a row among those that were asked for, which both ascend. */
 static uint32_t uses_of(const sth_rows *rows, uint32_t asked, uint32_t *at, uint32_t row) {
-    while (*at < asked && rows->asked[*at] < row) ++*at;
-    return *at < asked && rows->asked[*at] == row ? rows->times[*at] : 1;
+    while (*at < asked && rows->scratch.asked[*at] < row) ++*at;
+    return *at < asked && rows->scratch.asked[*at] == row ? rows->scratch.times[*at] : 1;
 }
 
 /* Group after group: the disk reads one while the link copies the one before. */
 static sth_status bring_from_files(sth_rows *rows, uint32_t table, uint32_t count, uint32_t asked, uint32_t tokens) {
     uint32_t at = 0, most = sthi_rows_ram_group(&rows->ram);
     for (uint32_t i = 0, n; i < count; i += n) {
-        const sthi_rows_load *loads = &rows->loads[i];
+        const sthi_rows_load *loads = &rows->scratch.loads[i];
         n = count - i < most ? count - i : most;
-        for (uint32_t k = 0; k < n; k++) rows->ram.times[k] = uses_of(rows, asked, &at, loads[k].row);
-        STHI_TRY(sthi_rows_ram_read(rows, table, loads, rows->ram.times, n, tokens));
+        for (uint32_t k = 0; k < n; k++) rows->ram.scratch.times[k] = uses_of(rows, asked, &at, loads[k].row);
+        STHI_TRY(sthi_rows_ram_read(rows, table, loads, rows->ram.scratch.times, n, tokens));
         uint64_t number = 0;
         sth_status rc = copy_group(rows, table, loads, n, &number);
         if (rc != STH_OK) (void)rows->device->ops->stream_synchronize(rows->device->self, rows->stream);
@@ -144,7 +144,7 @@ static sth_status bring(sth_rows *rows, uint32_t table, uint32_t count, uint32_t
     sth_status rc = rows->images[table].file ? bring_from_files(rows, table, count, asked, tokens)
                                              : copy_all(rows, table, count);
     if (rc == STH_OK) return STH_OK;
-    for (uint32_t i = 0; i < count; i++) sthi_rows_lose(&rows->plan, rows->loads[i].slot);
+    for (uint32_t i = 0; i < count; i++) sthi_rows_lose(&rows->plan, rows->scratch.loads[i].slot);
     return rc;
 }
 
@@ -156,7 +156,7 @@ static void go_ahead(sth_rows *rows, uint32_t table, uint32_t used, uint32_t tok
     if (next == STHI_NO_ROW || (uint64_t)used * WIDE_PARTS < (uint64_t)t->rows * WIDE_OF_THEM) return;
     if (compare(rows, next) != STH_OK) return;
     uint32_t most = (rows->plan.tables[next].rows + AHEAD_SHARE - 1) / AHEAD_SHARE;
-    (void)bring(rows, next, sthi_rows_ahead(&rows->plan, next, most, rows->loads), 0, tokens);
+    (void)bring(rows, next, sthi_rows_ahead(&rows->plan, next, most, rows->scratch.loads), 0, tokens);
 }
 
 /* ---- calls */
@@ -181,8 +181,8 @@ static sth_status distinct(sth_rows *rows, uint32_t table, const void *ids, uint
     }
     for (uint32_t row = 0; row < all; row++) {
         if (!rows->counts[row]) continue;
-        rows->asked[found] = row;
-        rows->times[found++] = rows->counts[row];
+        rows->scratch.asked[found] = row;
+        rows->scratch.times[found++] = rows->counts[row];
         rows->counts[row] = 0;
     }
     *out_rows = found;
@@ -237,11 +237,12 @@ static sth_status acquire(sth_rows *rows, uint32_t table, const void *ids, uint3
     STHI_TRY(compare(rows, table));
     STHI_TRY(distinct(rows, table, ids, id_bytes, count, &asked));
     STHI_TRY(take_use(rows, &use));
-    if (!sthi_rows_ask(&rows->plan, table, rows->asked, rows->times, asked, tokens, rows->loads, &missing))
+    const sthi_rows_scratch *s = &rows->scratch;
+    if (!sthi_rows_ask(&rows->plan, table, s->asked, s->times, asked, tokens, s->loads, &missing))
         return too_many(rows, table, asked);
     use->live = true;
     use->count = asked;
-    for (uint32_t i = 0; i < asked; i++) use->slots[i] = sthi_rows_slot_of(&rows->plan, table, rows->asked[i]);
+    for (uint32_t i = 0; i < asked; i++) use->slots[i] = sthi_rows_slot_of(&rows->plan, table, rows->scratch.asked[i]);
     sth_status rc = bring(rows, table, missing, asked, tokens);
     if (rc != STH_OK) {
         end_use(rows, use);

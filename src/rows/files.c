@@ -6,7 +6,6 @@
  * Lock: the rows'. Ranges do not change. */
 #include "rows/files.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 #include "base/arith.h"
@@ -41,25 +40,13 @@ static void free_memory(sthi_rows_ram *ram) {
 
 void sthi_rows_ram_fini(sthi_rows_ram *ram) {
     free_memory(ram);
-    for (uint32_t i = 0; i < ram->source_count; i++) {
-        for (uint32_t f = 0; f < ram->sources[i].checkpoint->file_count; f++)
-            if (ram->sources[i].files[f].file) sthi_access_close(&ram->sources[i].files[f]);
-        sthi_free(ram->sources[i].files);
-    }
-    sthi_free(ram->sources);
-    sthi_free(ram->asked);
-    sthi_free(ram->times);
-    sthi_free(ram->loads);
+    sthi_opened_close(&ram->opened);
+    sthi_rows_scratch_free(&ram->scratch);
     sthi_fetcher_destroy(ram->fetcher);
     sthi_rows_fini(&ram->plan);
 }
 
 /* ---- tables */
-
-static int by_place(const void *left, const void *right) {
-    const sth_file_range *a = left, *b = right;
-    return a->place_offset < b->place_offset ? -1 : a->place_offset > b->place_offset;
-}
 
 /* The last range that begins at `at` or before it. */
 static uint32_t range_at(const sthi_rows_file *file, uint64_t at) {
@@ -100,42 +87,14 @@ static sth_status check_ranges(const sth_rows *rows, const char *name, uint32_t 
     return STH_OK;
 }
 
-static sth_status source_of(sthi_rows_ram *ram, sth_checkpoint *c, uint32_t *out) {
-    for (*out = 0; *out < ram->source_count; ++*out)
-        if (ram->sources[*out].checkpoint == c) return STH_OK;
-    sthi_rows_source *grown = sthi_realloc(ram->sources, ram->source_count + 1, sizeof *grown);
-    if (grown) ram->sources = grown;
-    sthi_access *files = grown ? sthi_zalloc(c->file_count, sizeof *files) : NULL;
-    if (!files) return sthi_no_memory("rows", "the records of files");
-    ram->sources[ram->source_count++] = (sthi_rows_source){.checkpoint = c, .files = files};
-    return STH_OK;
-}
-
-static sth_status grow_scratch(sthi_rows_ram *ram, uint32_t largest) {
-    if (largest <= ram->largest) return STH_OK;
-    uint32_t *asked = sthi_realloc(ram->asked, largest, sizeof *asked);
-    if (asked) ram->asked = asked;
-    uint32_t *times = sthi_realloc(ram->times, largest, sizeof *times);
-    if (times) ram->times = times;
-    sthi_rows_load *loads = sthi_realloc(ram->loads, largest, sizeof *loads);
-    if (loads) ram->loads = loads;
-    if (!asked || !times || !loads) return sthi_no_memory("rows", "a table of %u rows", largest);
-    ram->largest = largest;
-    return STH_OK;
-}
-
 /* Its files are open for reading, and the plan knows it. */
 static sth_status take_in(sth_rows *rows, uint32_t count, sthi_rows_file *file) {
     sthi_rows_ram *ram = &rows->ram;
-    STHI_TRY(grow_scratch(ram, count));
-    STHI_TRY(source_of(ram, file->checkpoint, &file->source));
+    STHI_TRY(sthi_rows_scratch_grow(&ram->scratch, count));
+    STHI_TRY(sthi_opened_add(&ram->opened, file->checkpoint, file->ranges, file->range_count));
+    file->files = sthi_opened_files(&ram->opened, file->checkpoint);
     if (!ram->fetcher) ram->fetcher = sthi_fetcher_create();
     if (!ram->fetcher) return sthi_no_memory("rows", "what reads files");
-    sthi_rows_source *s = &ram->sources[file->source];
-    for (uint32_t i = 0; i < file->range_count; i++) {
-        uint32_t f = file->ranges[i].file;
-        if (!s->files[f].file) sthi_access_open(&file->checkpoint->files[f], &s->files[f]);
-    }
     free_memory(ram);
     return sthi_rows_add(&ram->plan, count, &file->table);
 }
@@ -152,7 +111,7 @@ sth_status sthi_rows_file_add(sth_rows *rows, const char *name, uint32_t count, 
     file->checkpoint = checkpoint;
     file->range_count = range_count;
     memcpy(file->ranges, ranges, range_count * sizeof *file->ranges);
-    qsort(file->ranges, range_count, sizeof *file->ranges, by_place);
+    sthi_ranges_sort(file->ranges, range_count);
     for (uint32_t i = 0; i < rows->options.part_count; i++) file->part_offsets[i] = part_offsets[i];
     sth_status rc = check_ranges(rows, name, count, file);
     if (rc == STH_OK) rc = take_in(rows, count, file);
@@ -254,7 +213,7 @@ static sth_status read_part(batch *b, uint32_t row, uint32_t part, uint32_t slot
     for (uint32_t i = range_at(file, at); done < bytes; i++) {
         const sth_file_range *r = &file->ranges[i];
         uint64_t inside = at + done - r->place_offset;
-        sthi_access *access = &ram->sources[file->source].files[r->file];
+        sthi_access *access = &file->files[r->file];
         sthi_piece *piece = &b->pieces[b->count];
         if (!done) *to = place(room, access, r->file_offset + inside);
         *piece = (sthi_piece){.access = access, .offset = r->file_offset + inside, .to = *to + done,
@@ -283,11 +242,11 @@ static sth_status read_rows(sth_rows *rows, uint32_t table, uint32_t count) {
     sthi_rows_ram *ram = &rows->ram;
     batch b = {.rows = rows, .file = rows->images[table].file, .name = rows->images[table].name};
     for (uint32_t i = 0; i < count; i++) {
-        uint32_t slot = ram->loads[i].slot;
+        uint32_t slot = ram->scratch.loads[i].slot;
         STHI_TRY(come_behind_copy(rows, slot));
         uint8_t *room = ram->memory[slot];
         for (uint32_t part = 0; part < rows->options.part_count; room += ram->part_room[part++])
-            STHI_TRY(read_part(&b, ram->loads[i].row, part, slot, room));
+            STHI_TRY(read_part(&b, ram->scratch.loads[i].row, part, slot, room));
     }
     return flush(&b);
 }
@@ -296,14 +255,15 @@ sth_status sthi_rows_ram_read(sth_rows *rows, uint32_t table, const sthi_rows_lo
                               uint32_t count, uint32_t tokens) {
     sthi_rows_ram *ram = &rows->ram;
     uint32_t number = rows->images[table].file->table, missing = 0;
-    for (uint32_t i = 0; i < count; i++) ram->asked[i] = loads[i].row;
-    bool room = sthi_rows_ask(&ram->plan, number, ram->asked, uses, count, tokens, ram->loads, &missing);
+    for (uint32_t i = 0; i < count; i++) ram->scratch.asked[i] = loads[i].row;
+    bool room = sthi_rows_ask(&ram->plan, number, ram->scratch.asked, uses, count, tokens, ram->scratch.loads,
+                              &missing);
     STHI_INVARIANT(room); /* nobody else has a lease */
     (void)room;
     sth_status rc = read_rows(rows, table, missing);
     if (rc == STH_OK) return STH_OK;
     sthi_rows_ram_end(rows, table, loads, count, 0);
-    for (uint32_t i = 0; i < missing; i++) sthi_rows_lose(&ram->plan, ram->loads[i].slot);
+    for (uint32_t i = 0; i < missing; i++) sthi_rows_lose(&ram->plan, ram->scratch.loads[i].slot);
     return rc;
 }
 

@@ -4,22 +4,21 @@
 #define STHI_ROWS_FILES_H
 #include "core/rows.h"
 #include "host/arena.h"
+#include "rows/scratch.h"
 #include "stagehand/checkpoint.h"
 #include "store/fetch.h"
+#include "store/opened.h"
 
 /* Where the rows of a table lie: part i of row r begins at part_offsets[i] + r x part_bytes[i] of an image whose bytes
  * the ranges name. */
 typedef struct sthi_rows_file {
     sth_checkpoint *checkpoint;
     sth_file_range *ranges;   /* [range_count] by place_offset */
-    uint32_t range_count, source, table; /* numbers in sources and in the plan of sthi_rows_ram */
+    uint32_t range_count;
+    uint32_t table;           /* number in the plan of sthi_rows_ram */
+    sthi_access *files;       /* of the checkpoint, by number */
     uint64_t part_offsets[STH_ROWS_PARTS_MAX];
 } sthi_rows_file;
-
-typedef struct sthi_rows_source { /* the files of a checkpoint */
-    sth_checkpoint *checkpoint;
-    sthi_access *files;       /* [its files]; file NULL: not opened */
-} sthi_rows_source;
 
 /* Slots of host memory, each for one row. A slot has room for a block of the disk round each part, so that direct reads
  * need no second copy. */
@@ -31,10 +30,8 @@ typedef struct sthi_rows_ram {
     uint64_t *copied;         /* [slots] number in sth_rows.fills behind which its last copy to the device stands */
     uint64_t group_bytes;     /* of rows that are read at once, while the ones before are copied */
     uint64_t slot_bytes, part_room[STH_ROWS_PARTS_MAX];
-    sthi_rows_source *sources;
-    uint32_t source_count, largest; /* rows of the largest table */
-    uint32_t *asked, *times;  /* [largest] scratch */
-    sthi_rows_load *loads;    /* [largest] scratch */
+    sthi_opened opened;       /* files of the tables */
+    sthi_rows_scratch scratch;
     sthi_fetcher *fetcher;
     uint64_t read_bytes;
 } sthi_rows_ram;

@@ -26,9 +26,7 @@ static void free_records(sth_rows *rows) {
     sthi_free(rows->filled);
     sthi_free(rows->used);
     sthi_free(rows->counts);
-    sthi_free(rows->asked);
-    sthi_free(rows->times);
-    sthi_free(rows->loads);
+    sthi_rows_scratch_free(&rows->scratch);
     sthi_free(rows->name);
     sthi_rows_fini(&rows->plan);
     sthi_mutex_fini(&rows->lock);
@@ -91,21 +89,13 @@ sth_status sthi_rows_known(const sth_rows *rows, uint32_t table) {
                      rows->plan.table_count);
 }
 
-/* The largest table has so many rows. */
-static sth_status grow_scratch(sth_rows *rows, uint32_t largest) {
-    if (largest <= rows->largest) return STH_OK;
-    uint32_t **lists[] = {&rows->counts, &rows->asked, &rows->times};
-    for (int i = 0; i < 3; i++) {
-        uint32_t *grown = sthi_realloc(*lists[i], largest, sizeof *grown);
-        if (!grown) return sthi_no_memory("rows", "a table of %u rows", largest);
-        *lists[i] = grown;
-    }
-    sthi_rows_load *loads = sthi_realloc(rows->loads, largest, sizeof *loads);
-    if (!loads) return sthi_no_memory("rows", "a table of %u rows", largest);
-    rows->loads = loads;
-    memset(rows->counts, 0, largest * sizeof *rows->counts);
-    rows->largest = largest;
-    return STH_OK;
+static sth_status grow_scratch(sth_rows *rows, uint32_t row_count) {
+    if (row_count <= rows->scratch.largest) return STH_OK;
+    uint32_t *counts = sthi_realloc(rows->counts, row_count, sizeof *counts);
+    if (!counts) return sthi_no_memory("rows", "a table of %u rows", row_count);
+    memset(counts, 0, row_count * sizeof *counts);
+    rows->counts = counts;
+    return sthi_rows_scratch_grow(&rows->scratch, row_count);
 }
 
 static void take_parts(const sth_rows *rows, sthi_rows_image *image, const void *const *parts) {

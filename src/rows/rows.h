@@ -6,6 +6,7 @@
 #include "device/device.h"
 #include "rows/files.h"
 #include "rows/order.h"
+#include "rows/scratch.h"
 #include "stagehand/rows.h"
 
 typedef struct sthi_rows_image {
@@ -33,15 +34,15 @@ struct sth_rows {
     sthi_mutex lock;         /* guards all below; a leaf */
     sthi_rows plan;
     sthi_rows_image *images; /* [plan.table_count] */
-    uint32_t image_cap, largest; /* rows of the largest table */
+    uint32_t image_cap;
     sth_devptr parts[STH_ROWS_PARTS_MAX]; /* of the pool */
     uint64_t epoch;
     sth_stream stream;       /* of the copies */
     sthi_rows_ring fills, calls;
     uint64_t *filled, *used; /* [slots] number in `fills` of its last copy, in `calls` of its last use */
     sthi_rows_use uses[STHI_ROWS_USES];
-    uint32_t *counts, *asked, *times; /* [largest] scratch: uses of each row; distinct rows; their uses */
-    sthi_rows_load *loads;   /* [largest] scratch */
+    uint32_t *counts;        /* [scratch.largest] uses of each row; 0 between calls */
+    sthi_rows_scratch scratch;
     sthi_rows_ram ram;       /* what rows in files pass through */
     uint64_t h2d_bytes, copies;
     bool stale_reads;        /* copies were enqueued since host memory was last said to be read */

@@ -1,7 +1,6 @@
 /* Units, as they are added before seal: checked, copied, named. Lock not held. */
 #include "runtime/units.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 #include "base/memory.h"
@@ -9,6 +8,7 @@
 #include "load/read/from_store.h"
 #include "quant/segment.h"
 #include "state/state.h"
+#include "store/opened.h"
 #include "store/store.h"
 
 static sth_status check_unit(sth_runtime *rt, const sth_unit_desc *d) {
@@ -39,11 +39,6 @@ static sth_status check_unit(sth_runtime *rt, const sth_unit_desc *d) {
             "that image is in host memory",
             name);
     return d->segments ? sthi_segments_check(d->segments, d->segment_count, d->bytes, d->packed_bytes, name) : STH_OK;
-}
-
-static int by_place(const void *left, const void *right) {
-    const sth_file_range *a = left, *b = right;
-    return a->place_offset < b->place_offset ? -1 : a->place_offset > b->place_offset;
 }
 
 /* One block: the records, then their names. NULL: no memory. */
@@ -89,7 +84,7 @@ static sth_status add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32_t *ou
         return sthi_no_memory(d->name, "unit '%s'", d->name);
     }
     if (d->range_count) memcpy(u.ranges, d->ranges, d->range_count * sizeof *u.ranges);
-    if (d->range_count) qsort(u.ranges, d->range_count, sizeof *u.ranges, by_place);
+    sthi_ranges_sort(u.ranges, d->range_count);
     if (d->segments) {
         memcpy(u.segments, d->segments, d->segment_count * sizeof *u.segments);
         u.segment_count = d->segment_count;

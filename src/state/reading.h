@@ -4,22 +4,15 @@
 #include "base/thread.h"
 #include "host/arena.h"
 #include "stagehand/backend.h"
-#include "store/checkpoint.h"
 #include "store/fetch.h"
+#include "store/opened.h"
 #include "store/pool.h"
 
 enum { STHI_FETCHER_CAP = 32 /* fetchers kept for the next read */ };
 
-/* A checkpoint that units stream from, opened for reading as its files suit it. */
-typedef struct sthi_source {
-    sth_checkpoint *checkpoint;
-    sthi_access *files;      /* [file_count]; .file is NULL where no unit needs the file */
-} sthi_source;
-
 /* load/read/source.c; kept_arena: load/read/keep.c */
 typedef struct sthi_sources {
-    sthi_source *list;       /* [count] checkpoints that units stream from */
-    uint32_t count;
+    sthi_opened opened;      /* files that units stream from */
     sthi_fetcher *fetchers[STHI_FETCHER_CAP]; /* that no thread uses now */
     uint32_t fetcher_count;
     sth_arena *kept_arena;   /* of units that are kept in host memory; NULL: none are */

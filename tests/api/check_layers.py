@@ -14,10 +14,12 @@ circles, large structs. They only shrink: an entry that is mended must leave its
 """
 
 import ast
+import io
 import pathlib
 import re
 import sys
 import tempfile
+import tokenize
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -70,6 +72,9 @@ MODULE_CIRCLES = []
 
 MOST_FIELDS = 40
 LARGE_STRUCTS = []
+
+# Most that Python, without integrations, may be of the lines of code: what decides is C. Only goes down.
+MOST_PYTHON = 25.0  # percent of those of Python, the library and the tool together
 
 KEYWORDS = {"if", "for", "while", "switch", "return", "sizeof", "defined", "do", "else"}
 SCRAP = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.DOTALL)
@@ -282,6 +287,47 @@ def python_edges(package: pathlib.Path) -> dict[str, set[str]]:
     return {name: imports(name, path, known) for name, path in known.items()}
 
 
+# ---- lines of code
+
+def c_lines(text: str) -> int:
+    return sum(bool(line.strip()) for line in clean(text).splitlines())
+
+
+def python_lines(text: str) -> int:
+    """Without blank lines, comments and docstrings."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            lines |= set(range(token.start[0], token.end[0] + 1)) if token.string else set()
+    for node in ast.walk(ast.parse(text)):
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(lines)
+
+
+def line_counts(root: pathlib.Path) -> dict[str, int]:
+    """Of the package without integrations, and of the library and the tool; the extension module is neither."""
+    package = root / "python/stagehand"
+    python = [path for path in package.rglob("*.py") if not path.is_relative_to(package / "integrations")]
+    c = [path for room in ("include", "src", "cli") for path in (root / room).rglob("*.[ch]")]
+    return {"python": sum(python_lines(path.read_text()) for path in python),
+            "c": sum(c_lines(path.read_text()) for path in c)}
+
+
+def python_share(root: pathlib.Path) -> float:
+    """Percent."""
+    counts = line_counts(root)
+    return 100 * counts["python"] / sum(counts.values())
+
+
+def has_little_python(root: pathlib.Path) -> None:
+    share = python_share(root)
+    print(f"# Python is {share:.2f} % of the lines of code")
+    assert share <= MOST_PYTHON, (f"Python is {share:.2f} % of the lines of code, above {MOST_PYTHON} %: what decides "
+                                  f"goes into C; Python holds hooks, tensors and docstrings")
+
+
 # ---- the tests
 
 def exact(found: list, listed: list, what: str) -> None:
@@ -304,6 +350,29 @@ def large_structs(programs: dict[str, Program]) -> list[str]:
                    for name, count in structs(source.text) if count > MOST_FIELDS})
 
 
+COUNTED = {
+    "include/a.h": "/* A comment.\n * More of it. */\n#define A 1 /* one */\n\n",
+    "src/a.c": 'int a(void) {\n    // nothing\n    return "/* */" == 0;\n}\n',
+    "cli/b.c": "int b;\n",
+    "python/stagehand/a.py": '"""A docstring.\n"""\n\nA = """of\nlines"""  # a comment\n# one more\n\n\n'
+                             'def f():\n    """Says."""\n    return [\n        1,\n\n    ]\n',
+    "python/stagehand/integrations/b.py": "B = 1\n",
+}
+
+
+def counts_lines() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        root = pathlib.Path(folder).resolve()
+        write_files(root, COUNTED)
+        assert line_counts(root) == {"python": 6, "c": 5}, line_counts(root)
+
+
+def write_files(root: pathlib.Path, texts: dict[str, str]) -> None:
+    for name, text in texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
 WRONG_HOUSE = {
     "low/one.h": "void one(void);\nstatic inline void all(void) { two(); }",
     "low/one.c": '#include "../high/top.h"\nvoid one(void) { /* three(); */ say("three()"); all(); }',
@@ -324,9 +393,7 @@ def sees_what_is_wrong() -> None:
     """The check itself, on a small house with one fault of each kind."""
     with tempfile.TemporaryDirectory() as folder:
         root = pathlib.Path(folder).resolve()
-        for name, text in WRONG_HOUSE.items():
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / name).write_text(text)
+        write_files(root, WRONG_HOUSE)
         program, edges = Program(root, ["low", "high"]), python_edges(root / "package")
         assert program.upwards() == ["low/one.c includes high/top.h", "low/three.c calls top of high/top.c"]
         assert program.circles() == [{"low/one.c", "low/two.c"}]
@@ -335,11 +402,12 @@ def sees_what_is_wrong() -> None:
         assert circles_of(edges) == [{"a", "b"}]
 
 
-def show(programs: dict[str, Program], edges: dict[str, set[str]]) -> None:
+def show(programs: dict[str, Program], edges: dict[str, set[str]], root: pathlib.Path) -> None:
     for name, program in programs.items():
         print(name, *program.upwards(), *map(sorted, program.circles()), sep="\n    ")
     print("modules", *upward_imports(edges), *map(sorted, circles_of(edges)), sep="\n    ")
     print("large structs", *large_structs(programs), sep="\n    ")
+    print("lines of code", line_counts(root), f"Python: {python_share(root):.2f} %", sep="\n    ")
 
 
 def main() -> int:
@@ -347,9 +415,11 @@ def main() -> int:
     programs = {name: Program(root, rooms) for name, rooms in ROOMS.items()}
     edges = python_edges(root / "python/stagehand")
     if "--today" in sys.argv:
-        show(programs, edges)
+        show(programs, edges, root)
         return 0
-    cases = [("the check finds what it looks for", sees_what_is_wrong)]
+    cases = [("the check finds what it looks for", sees_what_is_wrong),
+             ("the check counts lines of code", counts_lines),
+             (f"Python is {MOST_PYTHON} % of the code at most", lambda: has_little_python(root))]
     for name, program in programs.items():
         cases.append((f"{name}: no file includes or calls a higher room",
                       lambda p=program, n=name: exact(p.upwards(), UPWARDS[n], "an include or a call upwards")))

@@ -5,8 +5,8 @@
 #include "base/fault.h"
 #include "base/memory.h"
 #include "base/random.h"
-#include "base/thread.h"
 #include "device/device.h"
+#include "rows_calls.h"
 #include "stagehand/rows.h"
 #include "support/check.h"
 
@@ -357,38 +357,14 @@ static void making_one_may_fail_and_leaves_nothing(void **state) {
 
 /* ---- many calls */
 
-typedef struct caller {
-    world *world;
-    unsigned seed, calls;
-    bool right; /* all that it read */
-} caller;
+static bool is_part(const void *world_, uint32_t table, uint32_t row, unsigned part, const uint8_t *bytes) {
+    const world *w = world_;
+    return !memcmp(bytes, w->host[table][part] + row * part_bytes[part], part_bytes[part]);
+}
 
-static void *random_calls(void *context) {
-    caller *c = context;
-    const sth_backend_ops *ops = c->world->device->ops;
-    sth_stream stream;
-    uint64_t drawn = 0;
-    if (ops->stream_create(c->world->device->self, 0, &stream) != STH_OK) return NULL;
-    for (unsigned n = 0; n < c->calls; n++) {
-        uint32_t table = (uint32_t)(sthi_random64(c->seed, drawn++) % TABLES);
-        uint32_t count = 1 + (uint32_t)(sthi_random64(c->seed, drawn++) % 3);
-        int64_t ids[3], slots[3];
-        for (uint32_t i = 0; i < count; i++) ids[i] = (int64_t)(sthi_random64(c->seed, drawn++) % ROWS);
-        sth_rows_lease lease;
-        uint8_t seen[3][777];
-        if (sth_rows_acquire(c->world->rows, table, ids, 8, count, 1, stream, slots, &lease) != STH_OK) return NULL;
-        for (uint32_t i = 0; i < count; i++)
-            if (ops->copy_d2h(c->world->device->self, seen[i],
-                              c->world->pool[1] + (lease.first + (uint64_t)slots[i]) * 777, 777, stream) != STH_OK)
-                return NULL;
-        if (sth_rows_release(c->world->rows, &lease, stream) != STH_OK) return NULL;
-        if (ops->stream_synchronize(c->world->device->self, stream) != STH_OK) return NULL;
-        for (uint32_t i = 0; i < count; i++)
-            if (memcmp(seen[i], c->world->host[table][1] + (uint64_t)ids[i] * 777, 777)) return NULL;
-    }
-    ops->stream_destroy(c->world->device->self, stream);
-    c->right = true;
-    return NULL;
+static rows_calls calls_of(const world *w) {
+    return (rows_calls){.device = w->device, .rows = w->rows, .tables = TABLES, .row_count = ROWS,
+                        .part_bytes = part_bytes, .pool = w->pool, .world = w, .is_row = is_part};
 }
 
 static void many_calls_of_one_thread_read_their_rows(void **state) {
@@ -396,26 +372,18 @@ static void many_calls_of_one_thread_read_their_rows(void **state) {
     for (unsigned seed = 1; seed <= cases_to_try(4); seed++) {
         world w;
         begin(&w, seed % 2, 3 + seed % 5, false);
-        caller c = {.world = &w, .seed = seed, .calls = 300}; /* more than there are events */
-        (void)random_calls(&c);
-        assert_true(c.right);
+        rows_calls calls = calls_of(&w);
+        assert_true(make_calls(&calls, seed, 300)); /* more than there are events */
         end(&w);
     }
 }
 
 static void threads_share_a_pool(void **state) {
     (void)state;
-    enum { THREADS = 4 };
     world w;
-    begin(&w, false, 3 * THREADS, false);
-    sthi_thread threads[THREADS];
-    caller callers[THREADS];
-    for (unsigned i = 0; i < THREADS; i++) {
-        callers[i] = (caller){.world = &w, .seed = 100 + i, .calls = few_under_tsan(60, 150)};
-        assert_ok(sthi_thread_start(&threads[i], "caller", random_calls, &callers[i]));
-    }
-    for (unsigned i = 0; i < THREADS; i++) sthi_thread_join(threads[i]);
-    for (unsigned i = 0; i < THREADS; i++) assert_true(callers[i].right);
+    begin(&w, false, 12, false);
+    rows_calls calls = calls_of(&w);
+    assert_true(make_calls_of_threads(&calls, few_under_tsan(60, 150)));
     end(&w);
 }
 

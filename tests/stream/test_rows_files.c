@@ -5,10 +5,9 @@
 
 #include "base/fault.h"
 #include "base/memory.h"
-#include "base/random.h"
-#include "base/thread.h"
 #include "device/device.h"
 #include "rows/rows.h"
+#include "rows_calls.h"
 #include "store/tempfiles.h"
 #include "support/check.h"
 
@@ -90,9 +89,14 @@ static sth_rows_stats stats(const world *w) {
     return s;
 }
 
-static bool is_row(const uint8_t *gate_up, const uint8_t *down, uint32_t table, uint32_t row) {
+static bool is_part(const void *unused, uint32_t table, uint32_t row, unsigned part, const uint8_t *bytes) {
     uint64_t from = expert_at(table, row);
-    return is_pattern(down, from, DOWN) && is_pattern(gate_up, from + DOWN, GATE + UP);
+    (void)unused;
+    return part ? is_pattern(bytes, from, DOWN) : is_pattern(bytes, from + DOWN, GATE + UP);
+}
+
+static bool is_row(const uint8_t *gate_up, const uint8_t *down, uint32_t table, uint32_t row) {
+    return is_part(NULL, table, row, 0, gate_up) && is_part(NULL, table, row, 1, down);
 }
 
 static const uint8_t *in_slot(const world *w, const sth_rows_lease *lease, unsigned p, int64_t slot) {
@@ -301,55 +305,12 @@ static void making_one_may_fail_and_leaves_nothing(void **state) {
 
 /* ---- many calls */
 
-typedef struct caller {
-    world *world;
-    unsigned seed, calls;
-    bool right; /* all that it read */
-} caller;
-
-static void *random_calls(void *context) {
-    caller *c = context;
-    const sth_backend_ops *ops = c->world->device->ops;
-    void *self = c->world->device->self;
-    sth_stream stream;
-    uint64_t drawn = 0;
-    if (ops->stream_create(self, 0, &stream) != STH_OK) return NULL;
-    for (unsigned n = 0; n < c->calls; n++) {
-        uint32_t table = (uint32_t)(sthi_random64(c->seed, drawn++) % TABLES);
-        uint32_t count = 1 + (uint32_t)(sthi_random64(c->seed, drawn++) % 3);
-        int64_t ids[3], slots[3];
-        for (uint32_t i = 0; i < count; i++) ids[i] = (int64_t)(sthi_random64(c->seed, drawn++) % ROWS);
-        sth_rows_lease lease;
-        uint8_t gate_up[3][GATE + UP], down[3][DOWN];
-        if (sth_rows_acquire(c->world->rows, table, ids, 8, count, 1, stream, slots, &lease) != STH_OK) return NULL;
-        for (uint32_t i = 0; i < count; i++) {
-            uint64_t slot = lease.first + (uint64_t)slots[i];
-            if (ops->copy_d2h(self, gate_up[i], c->world->pool[0] + slot * (GATE + UP), GATE + UP, stream) != STH_OK ||
-                ops->copy_d2h(self, down[i], c->world->pool[1] + slot * DOWN, DOWN, stream) != STH_OK)
-                return NULL;
-        }
-        if (sth_rows_release(c->world->rows, &lease, stream) != STH_OK) return NULL;
-        if (ops->stream_synchronize(self, stream) != STH_OK) return NULL;
-        for (uint32_t i = 0; i < count; i++)
-            if (!is_row(gate_up[i], down[i], table, (uint32_t)ids[i])) return NULL;
-    }
-    ops->stream_destroy(self, stream);
-    c->right = true;
-    return NULL;
-}
-
 static void threads_share_a_pool_and_its_host_memory(void **state) {
-    enum { THREADS = 4 };
     world w;
-    begin(&w, *state, 3 * THREADS, 5, 2);
-    sthi_thread threads[THREADS];
-    caller callers[THREADS];
-    for (unsigned i = 0; i < THREADS; i++) {
-        callers[i] = (caller){.world = &w, .seed = 100 + i, .calls = few_under_tsan(30, 100)};
-        assert_ok(sthi_thread_start(&threads[i], "caller", random_calls, &callers[i]));
-    }
-    for (unsigned i = 0; i < THREADS; i++) sthi_thread_join(threads[i]);
-    for (unsigned i = 0; i < THREADS; i++) assert_true(callers[i].right);
+    begin(&w, *state, 12, 5, 2);
+    rows_calls calls = {.device = w.device, .rows = w.rows, .tables = TABLES, .row_count = ROWS,
+                        .part_bytes = part_bytes, .pool = w.pool, .is_row = is_part};
+    assert_true(make_calls_of_threads(&calls, few_under_tsan(30, 100)));
     assert_true(stats(&w).ram_hits > 0);
     end(&w);
 }

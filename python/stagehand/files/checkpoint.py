@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .. import _core
 from .._torch import torch, unseen
 from ..arguments import Path
 from ..errors import CheckpointError
 from ..owning import NotCopied
+from ..weights.fileweight import UNMAPPED
 
 _TORCH_NAMES = {
     "BOOL": "bool",
@@ -36,7 +39,8 @@ _TORCH_NAMES = {
 
 @dataclass(frozen=True)
 class Record:
-    """Where a tensor lies: `nbytes` at `offset` (from the start of the file) of file number `file`."""
+    """Where a tensor lies: `nbytes` at `offset` (from the start of the file) of file number `file`. Records of other
+    kinds say how their parameters are read: `source` is a FileSource, `want` the parameter."""
 
     name: str
     dtype_name: str
@@ -45,6 +49,28 @@ class Record:
     offset: int
     nbytes: int
     scale: float = 1.0
+
+    one_range: ClassVar[bool] = True  # its bytes lie together in the file, as they are in the parameter
+    packed: ClassVar[bool] = False  # its bytes are not those of the parameter
+    unlock: ClassVar[str] = UNMAPPED  # why a FileWeight of it cannot be written
+
+    def why_decoded(self, want, trains: bool) -> str:
+        """Why the parameter's bytes cannot be those of the file; "": they can."""
+        if self.scale != 1.0:
+            return "the file holds it with a scale"
+        return "" if self.dtype == want.dtype else f"the file holds it as {self.dtype_name}"
+
+    def value(self, source) -> torch.Tensor:
+        """The numbers that the file means, in fresh host memory."""
+        return source.checkpoint.value(self)
+
+    def value_for(self, source, want) -> torch.Tensor:
+        """The same, as a parameter of this shape has them."""
+        return self.value(source)
+
+    def reader(self, source, want):
+        """A function that reads the values of a parameter whose bytes are in the file. It keeps the files open."""
+        return functools.partial(source.checkpoint.read, self)
 
     def pieces(self) -> list[tuple[int, int, int, int]]:
         """(file, offset in it, bytes, offset in the tensor), in the order of the tensor."""
@@ -100,10 +126,7 @@ class Checkpoint(NotCopied, Mapping):
         self.files = self.core.files()
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        record = self.records[name]
-        with unseen():
-            stored = self.read(record)
-            return stored if record.scale == 1.0 else stored.to(torch.float32) * record.scale
+        return self.value(self.records[name])
 
     def __iter__(self):
         return iter(self.records)
@@ -113,6 +136,12 @@ class Checkpoint(NotCopied, Mapping):
 
     def __contains__(self, name) -> bool:
         return name in self.records
+
+    def value(self, record: Record) -> torch.Tensor:
+        """The numbers that one tensor means, `scale` applied, in fresh host memory."""
+        with unseen():
+            stored = self.read(record)
+            return stored if record.scale == 1.0 else stored.to(torch.float32) * record.scale
 
     def read(self, record: Record) -> torch.Tensor:
         """The stored numbers of one tensor, contiguous, in fresh host memory; `scale` is not applied."""

@@ -17,11 +17,10 @@ from .. import _core
 from .._torch import torch, view
 from ..errors import CheckpointError, DtypeMismatchError, StagehandError, some_of
 from ..weights import hostmem
-from ..weights.fileweight import UNMAPPED, FileWeight, put
+from ..weights.fileweight import FileWeight, put
 from ..weights.units import Storages, full_name, owned, plain_reason
 from . import merged
 from .checkpoint import Checkpoint, Record
-from .merged import MergedRecord
 from .names import ranks
 
 nn = torch.nn
@@ -185,6 +184,8 @@ class FileSource:
 
     def _equal(self, a: Record, b: Record) -> bool:
         """Whether two tensors of the files are the same, as the two names of a tied one should be."""
+        if a.packed or b.packed:
+            return a is b or (a.shape == b.shape and torch.equal(a.value(self), b.value(self)))
         if (a.dtype_name, a.shape, a.scale) != (b.dtype_name, b.shape, b.scale):
             return False
         if (a.file, a.offset) == (b.file, b.offset):
@@ -221,40 +222,33 @@ class FileSource:
         """Gives the parameters views of their files; what they held is dropped. Parameters on the meta device
         are replaced by new objects under all their names."""
         for binding in bindings:
-            if binding.record.nbytes and self._views_file(binding):
-                self._map(binding.record.file)
+            record = binding.record
+            if record.nbytes and self._may_map(record) and not self._why_decoded(binding):
+                self._map(record.file)
         with torch.inference_mode(False), torch.no_grad():
             for binding in bindings:
                 reason = self._why_decoded(binding)
                 if reason:
                     self._decode_into_memory(binding, reason)
+                elif self._may_map(binding.record):
+                    self._bind_view(binding)
                 else:
-                    self._bind_one(binding)
+                    self._bind_unmapped(binding)
         self._warn_of_decoded()
 
     def _why_decoded(self, binding: Binding) -> str:
-        """Why a parameter's bytes cannot be those of the file; "": they can."""
-        record = binding.record
-        if isinstance(record, MergedRecord):
-            if any(type(part) is not Record or part.scale != 1.0 for part in record.parts):
-                return "the file holds the tensors of its experts packed, or with a scale"
-            return "" if record.aligned else f"its experts' tensors are no multiple of {_core.ALIGN} bytes"
-        return "the file holds it with a scale" if record.scale != 1.0 else ""
+        return binding.record.why_decoded(binding.wanted, self._trains(binding.wanted))
 
-    def _views_file(self, binding: Binding) -> bool:
-        """Whether `bind` gives the parameter a view of its file."""
-        return self._map_files and not isinstance(binding.record, MergedRecord) and not self._why_decoded(binding)
+    def _trains(self, want: Wanted) -> bool:
+        return not self._inference_mode and any(param.requires_grad for param in want.params)
 
-    def _values(self, binding: Binding) -> torch.Tensor:
-        """What a tensor of the file means, in fresh host memory."""
-        record = binding.record
-        if isinstance(record, MergedRecord):
-            return torch.cat([self.value(part.name).reshape(-1) for part in record.parts]).reshape(record.shape)
-        return self.value(record.name)
+    def _may_map(self, record: Record) -> bool:
+        """Whether a parameter may be a view of its file."""
+        return self._map_files and record.one_range and not record.packed
 
     def _decode_into_memory(self, binding: Binding, reason: str) -> None:
         want = binding.wanted
-        data = self._values(binding).to(want.dtype)
+        data = binding.record.value_for(self, want).to(want.dtype)
         for param in list(want.params):
             self._give(want, param, data)
         self.decoded[want.names[0]] = (reason, data.numel() * data.element_size())
@@ -268,11 +262,8 @@ class FileSource:
                 f"them and are decoded into {_core.format_size(nbytes)} of host memory (runtime.quantised names them); "
                 f"of the largest, {reason}", RuntimeWarning, stacklevel=6)
 
-    def _bind_one(self, binding: Binding) -> None:
+    def _bind_view(self, binding: Binding) -> None:
         record, want = binding.record, binding.wanted
-        if not self._map_files or isinstance(record, MergedRecord):
-            self._bind_unmapped(binding)
-            return
         if record.nbytes:
             data = self._maps[record.file].tensor(record.offset, record.nbytes)
         else:
@@ -283,17 +274,16 @@ class FileSource:
 
     def _bind_unmapped(self, binding: Binding) -> None:
         """A FileWeight; what trains, and what is a Parameter of another class or empty, has its values in RAM."""
-        record, want, checkpoint = binding.record, binding.wanted, self.checkpoint
-        trains = not self._inference_mode and any(param.requires_grad for param in want.params)
-        if trains or not record.nbytes or any(type(param) not in (nn.Parameter, FileWeight) for param in want.params):
-            data = checkpoint.read(record)
+        record, want = binding.record, binding.wanted
+        plain = not record.nbytes or any(type(param) not in (nn.Parameter, FileWeight) for param in want.params)
+        if plain or self._trains(want):
+            data = self.checkpoint.read(record)
             for param in list(want.params):
                 self._give(want, param, data)
             return
-        self._reads_later = True
-        self._stand_in(binding, FileWeight.over(
-            want.names[0], record.shape, record.dtype, lambda: checkpoint.read(record),
-            unlock=merged.READ_ONLY if isinstance(record, MergedRecord) else UNMAPPED))
+        self._reads_later |= not record.packed
+        self._stand_in(binding, FileWeight.over(want.names[0], want.shape, want.dtype, record.reader(self, want),
+                                                unlock=record.unlock))
 
     def _stand_in(self, binding: Binding, weight: FileWeight) -> None:
         """`weight` in place of the parameter."""
@@ -371,7 +361,9 @@ class FileSource:
 
     def kind(self, param) -> str:
         """How a parameter streams from the files, "file" or "packed"; "": it does not."""
-        return "file" if self.holds(param) else ""
+        if not self.holds(param):
+            return ""
+        return "packed" if self._bound[id(param)].record.packed else "file"
 
     def ranges(self, unit, piece_bytes: int) -> dict:
         """The keyword arguments of the core's add_unit. piece_bytes: most bytes that a packed unit is cut into."""
@@ -383,11 +375,7 @@ class FileSource:
 
     def read(self, param) -> torch.Tensor:
         """A bound parameter's values in the file, read into fresh host memory."""
-        return self.checkpoint.read(self._bound[id(param)].record)
-
-    def value(self, key: str) -> torch.Tensor:
-        """The values of a tensor in `records`, in fresh host memory."""
-        return self.checkpoint[key]
+        return param.now() if isinstance(param, FileWeight) else self.checkpoint.read(self._bound[id(param)].record)
 
     def close(self) -> None:
         """Closes the files; bound parameters stay readable: FileWeights keep them open. May be called again."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from .. import _core
+from .._torch import torch
 from ..errors import CheckpointError
 from .checkpoint import Record
 from .names import ranks
@@ -31,6 +32,18 @@ class MergedRecord(Record):
     """The tensors of all experts as one. file, offset: of the first of them. parts: in the order of the parameter."""
 
     parts: tuple[Record, ...] = ()
+    one_range = False
+    unlock = READ_ONLY
+
+    def why_decoded(self, want, trains: bool) -> str:
+        if any(part.packed or not part.one_range or part.scale != 1.0 for part in self.parts):
+            return "the file holds the tensors of its experts packed, or with a scale"
+        if any(at % _core.ALIGN for *_, at in self.pieces()):  # where the core cannot read to
+            return f"its experts' tensors are no multiple of {_core.ALIGN} bytes"
+        return super().why_decoded(want, trains)
+
+    def value(self, source) -> torch.Tensor:
+        return torch.cat([part.value(source).reshape(-1) for part in self.parts]).reshape(self.shape)
 
     def pieces(self) -> list[tuple[int, int, int, int]]:
         at, pieces = 0, []
@@ -38,11 +51,6 @@ class MergedRecord(Record):
             pieces += [(file, offset, nbytes, at + begin) for file, offset, nbytes, begin in part.pieces()]
             at += part.nbytes
         return pieces
-
-    @property
-    def aligned(self) -> bool:
-        """Whether each tensor begins in the parameter where the core can read it to."""
-        return all(at % _core.ALIGN == 0 for *_, at in self.pieces())
 
 
 def _sets(key: str) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -12,6 +12,7 @@ What is wanted is settled by `match`; `bind` makes it so.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from .. import _core
 from .._torch import torch
 from ..arguments import switches
 from ..errors import CheckpointError, DtypeMismatchError
-from ..weights.fileweight import FileWeight
+from ..weights.fileweight import UNPACK, FileWeight
 from .checkpoint import Checkpoint, Record
 from .filesource import FileSource
 
@@ -33,10 +34,28 @@ class LayerRecord(Record):
     dtype and shape; file, offset and nbytes are those of its codes."""
 
     layer: dict | None = None
+    packed = True
+    unlock = UNPACK
 
     @property
     def lossless(self) -> bool:
         return self.layer["tensor"] is not None
+
+    def why_decoded(self, want, trains: bool) -> str:
+        if trains:
+            return "it trains"
+        if any(type(param) not in (torch.nn.Parameter, FileWeight) for param in want.params):
+            return "it is a Parameter of a class of its own"
+        return self.layer["unfit"]
+
+    def value(self, source) -> torch.Tensor:
+        return _decode(source.quant, self.layer["name"], self.shape, self.dtype if self.lossless else torch.float32)
+
+    def value_for(self, source, want) -> torch.Tensor:
+        return self.reader(source, want)()
+
+    def reader(self, source, want):
+        return functools.partial(_decode, source.quant, self.layer["name"], tuple(want.shape), want.dtype)
 
 
 @dataclass
@@ -92,15 +111,8 @@ class QuantSource(FileSource):
 
     # ------------------------------------------------------------------ finding
 
-    def _equal(self, a: Record, b: Record) -> bool:
-        if not isinstance(a, LayerRecord) and not isinstance(b, LayerRecord):
-            return super()._equal(a, b)
-        if a is b or a.shape != b.shape:
-            return a is b
-        return torch.equal(self.value(a.name), self.value(b.name))
-
     def _check(self, want, record: Record, cast: bool) -> None:
-        if not isinstance(record, LayerRecord) or record.lossless:
+        if not record.packed or record.lossless:
             converts = not self._lossless and _converts(record, want)
             if tuple(record.shape) != tuple(want.shape) or not converts:
                 super()._check(want, record, cast)
@@ -116,39 +128,7 @@ class QuantSource(FileSource):
                 f"{name} is {want.dtype}; the quantised layer {record.layer['name']} in {path} decodes to float32, "
                 f"bfloat16 or float16: build the model in one of these, or say dtype=", "DTYPE_MISMATCH", name)
 
-    # ------------------------------------------------------------------ binding
-
-    def _views_file(self, binding) -> bool:
-        return not isinstance(binding.record, LayerRecord) and super()._views_file(binding)
-
-    def _why_decoded(self, binding) -> str:
-        record, want = binding.record, binding.wanted
-        if not isinstance(record, LayerRecord):
-            why = "" if record.dtype == want.dtype else f"the file holds it as {record.dtype_name}"
-            return why or super()._why_decoded(binding)
-        if not self._inference_mode and any(param.requires_grad for param in want.params):
-            return "it trains"
-        if any(type(param) not in (torch.nn.Parameter, FileWeight) for param in want.params):
-            return "it is a Parameter of a class of its own"
-        return record.layer["unfit"]
-
-    def _values(self, binding) -> torch.Tensor:
-        if isinstance(binding.record, LayerRecord):
-            return _reader(self.quant, binding)()
-        return super()._values(binding)
-
-    def _bind_one(self, binding) -> None:
-        if not isinstance(binding.record, LayerRecord):
-            super()._bind_one(binding)
-            return
-        want = binding.wanted
-        self._stand_in(binding, FileWeight.over(want.names[0], want.shape, want.dtype, _reader(self.quant, binding)))
-
     # ------------------------------------------------------------------ for the session
-
-    def kind(self, param) -> str:
-        kind = super().kind(param)
-        return "packed" if kind and isinstance(self._bound[id(param)].record, LayerRecord) else kind
 
     def encoding(self, param) -> str:
         """How the file holds a packed parameter, such as "int8-row"."""
@@ -178,16 +158,6 @@ class QuantSource(FileSource):
         return {"checkpoint": self.checkpoint.core, "ranges": layout.ranges, "segments": layout.segments,
                 "packed_bytes": layout.nbytes}
 
-    def read(self, param) -> torch.Tensor:
-        return param.now() if isinstance(param, FileWeight) else super().read(param)
-
-    def value(self, key: str) -> torch.Tensor:
-        record = self.records[key]
-        if not isinstance(record, LayerRecord):
-            return self.checkpoint.read(record)
-        return _decode(self.quant, record.layer["name"], record.shape,
-                       record.dtype if record.lossless else torch.float32)
-
     def close(self) -> None:
         super().close()
         self.quant = None  # FileWeights that are left have it
@@ -202,12 +172,6 @@ class QuantSource(FileSource):
 def _converts(record: Record, want) -> bool:
     """Whether a plain tensor's dtype is another one than the model's, and both are numbers of the same kind."""
     return record.scale == 1.0 and record.dtype in DTYPES and want.dtype in DTYPES
-
-
-def _reader(quant, binding):
-    want, name = binding.wanted, binding.record.layer["name"]
-    shape, dtype = tuple(want.shape), want.dtype
-    return lambda: _decode(quant, name, shape, dtype)
 
 
 def _decode(quant, name: str, shape, dtype: torch.dtype) -> torch.Tensor:

@@ -134,7 +134,7 @@ def _value_of(source: FileSource, key: str, name: str, buffer: torch.Tensor) -> 
         raise CheckpointError(
             f"the buffer {name} has shape {tuple(buffer.shape)}, its tensor {key} in "
             f"{source.checkpoint.file_of(record)} has {record.shape}", "SHAPE_MISMATCH", name)
-    return source.value(key).to(buffer.dtype)
+    return record.value(source).to(buffer.dtype)
 
 
 def _check_leftovers(source: FileSource, missing: list[str], strict: bool) -> None:

@@ -17,53 +17,25 @@
 
 enum { BATCH = 64 };
 
-static sthi_source *source_of(sth_runtime *rt, const sth_checkpoint *c) {
-    for (uint32_t i = 0; i < rt->sources.count; i++)
-        if (rt->sources.list[i].checkpoint == c) return &rt->sources.list[i];
-    return NULL;
-}
-
-static sth_status add_source(sth_runtime *rt, sth_checkpoint *c, sthi_source **out) {
-    sthi_source *grown = sthi_realloc(rt->sources.list, rt->sources.count + 1, sizeof *grown);
-    if (grown) rt->sources.list = grown;
-    sthi_access *files = grown ? sthi_zalloc(c->file_count, sizeof *files) : NULL;
-    if (!files) return sthi_no_memory(NULL, "the records of files");
-    *out = &rt->sources.list[rt->sources.count++];
-    **out = (sthi_source){.checkpoint = c, .files = files};
-    return STH_OK;
-}
-
 sth_status sthi_sources_open(sth_runtime *rt) {
     for (uint32_t i = 0; i < rt->unit_count; i++) {
         const sthi_unit *u = &rt->units[i];
         if (!u->checkpoint) continue;
-        sthi_source *s = source_of(rt, u->checkpoint);
-        if (!s) STHI_TRY(add_source(rt, u->checkpoint, &s));
-        for (uint32_t k = 0; k < u->range_count; k++) {
-            uint32_t file = u->ranges[k].file;
-            if (file >= u->checkpoint->file_count)
+        for (uint32_t k = 0; k < u->range_count; k++)
+            if (u->ranges[k].file >= u->checkpoint->file_count)
                 return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, u->name, "unit '%s': there is no file %u", u->name,
-                                 file);
-            if (!s->files[file].file) sthi_access_open(&u->checkpoint->files[file], &s->files[file]);
-        }
+                                 u->ranges[k].file);
+        STHI_TRY(sthi_opened_add(&rt->sources.opened, u->checkpoint, u->ranges, u->range_count));
     }
     return STH_OK;
 }
 
-static uint32_t file_count(const sthi_source *s) { return s->checkpoint->file_count; }
-
 /* The n-th of the files that are read. */
-static sthi_access *nth_file(const sth_runtime *rt, uint32_t n) {
-    for (uint32_t i = 0; i < rt->sources.count; i++)
-        for (uint32_t f = 0; f < file_count(&rt->sources.list[i]); f++)
-            if (rt->sources.list[i].files[f].file && n-- == 0) return &rt->sources.list[i].files[f];
-    return NULL;
-}
+static sthi_access *nth_file(const sth_runtime *rt, uint32_t n) { return sthi_opened_nth(&rt->sources.opened, n); }
 
 uint32_t sthi_sources_count(const sth_runtime *rt) {
     uint32_t n = 0;
-    for (uint32_t i = 0; i < rt->sources.count; i++)
-        for (uint32_t f = 0; f < file_count(&rt->sources.list[i]); f++) n += rt->sources.list[i].files[f].file != NULL;
+    while (nth_file(rt, n)) n++;
     return n;
 }
 
@@ -103,14 +75,7 @@ void sthi_sources_settle(sth_runtime *rt) {
 }
 
 void sthi_sources_close(sth_runtime *rt) {
-    for (uint32_t i = 0; i < rt->sources.count; i++) {
-        for (uint32_t f = 0; f < file_count(&rt->sources.list[i]); f++)
-            if (rt->sources.list[i].files[f].file) sthi_access_close(&rt->sources.list[i].files[f]);
-        sthi_free(rt->sources.list[i].files);
-    }
-    sthi_free(rt->sources.list);
-    rt->sources.list = NULL;
-    rt->sources.count = 0;
+    sthi_opened_close(&rt->sources.opened);
     while (rt->sources.fetcher_count) sthi_fetcher_destroy(rt->sources.fetchers[--rt->sources.fetcher_count]);
 }
 
@@ -139,11 +104,11 @@ static bool part_of(const sth_file_range *r, uint64_t begin, uint64_t end, part 
 }
 
 /* Where the chunk begins in the slab, which has `room` bytes from `slab` on. */
-static uint32_t choose_shift(const sthi_unit *u, const sthi_source *s, uint64_t begin, uint64_t end,
+static uint32_t choose_shift(const sthi_unit *u, const sthi_access *files, uint64_t begin, uint64_t end,
                              const uint8_t *slab, uint64_t room) {
     uint64_t most = 0, shift = 0, align = 1;
     for (uint32_t i = 0; i < u->range_count; i++) {
-        const sthi_access *a = &s->files[u->ranges[i].file];
+        const sthi_access *a = &files[u->ranges[i].file];
         part p;
         if (!part_of(&u->ranges[i], begin, end, &p) || p.end - p.from <= most || !sthi_access_is_direct(a)) continue;
         most = p.end - p.from;
@@ -190,9 +155,9 @@ static sth_status read_pieces(const sthi_unit *u, sthi_fetcher *f, const sthi_pi
 
 static sth_status read_file(sth_runtime *rt, const sthi_unit *u, sthi_fetcher *f, uint64_t begin, uint64_t bytes,
                             uint8_t *slab, uint32_t *out_shift) {
-    const sthi_source *s = source_of(rt, u->checkpoint);
+    sthi_access *files = sthi_opened_files(&rt->sources.opened, u->checkpoint);
     uint64_t end = begin + bytes, room = sthi_pool_slab_bytes(rt->slabs.pool);
-    uint32_t shift = choose_shift(u, s, begin, end, slab, room), count = 0, ranges[BATCH];
+    uint32_t shift = choose_shift(u, files, begin, end, slab, room), count = 0, ranges[BATCH];
     sthi_piece pieces[BATCH];
     uint8_t *image = slab + shift;
     STHI_INVARIANT(shift + bytes <= room);
@@ -200,7 +165,7 @@ static sth_status read_file(sth_runtime *rt, const sthi_unit *u, sthi_fetcher *f
         part p;
         if (!part_of(&u->ranges[i], begin, end, &p)) continue;
         sthi_piece *piece = &pieces[count];
-        *piece = (sthi_piece){.access = &s->files[u->ranges[i].file], .offset = p.file_offset,
+        *piece = (sthi_piece){.access = &files[u->ranges[i].file], .offset = p.file_offset,
                               .bytes = p.end - p.from, .to = image + (p.from - begin)};
         mark_free(u, i, begin, end, &p, shift, room - shift - bytes, piece);
         ranges[count++] = i;
