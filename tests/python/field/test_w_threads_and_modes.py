@@ -413,7 +413,7 @@ def test_209_selective_checkpointing_in_the_first_trained_pass_of_a_process():
                 runtime = stagehand.StagehandRuntime(model, config, block_pattern=r"^blocks\\.\\d+$",
                                                      device=support.device(budget))
                 runtime.prepare()
-            x = example(model)[0]
+            x = model.example()[0]
             got, want = step(model, x), step(ref, x)
             assert len(got) == len(want) and all(map(support.same, got, want))
             runtime.shutdown()
