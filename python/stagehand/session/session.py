@@ -480,7 +480,8 @@ class Session(NotCopied):
 
     def given_on_device(self):
         """A context of a pass. Inside it tensors that functional_call was given on the host, in place of weights that
-        stream, are on the device, wherever the pass reads them; and so are those that it was given in place of weights that stay there."""
+        stream, are on the device, wherever the pass reads them; and so are those that it was given in place of
+        weights that stay there."""
         if self.simulated:
             return _NOTHING
         given = [(plan.masters, found) for plan in list(self.plans.values()) if (found := plan.given_on_host())]
