@@ -411,6 +411,15 @@ def needs_regions() -> None:
         pytest.skip("this PyTorch's compiler keeps a module's weights in its graphs (docs/compile.md)")
 
 
+def torch_at_least(version: str, reason: str):
+    """A mark for a test of something that older versions of PyTorch do otherwise. reason: what they do."""
+    here, least = (tuple(map(int, text.split("+")[0].split(".")[:2])) for text in (torch.__version__, version))
+    return pytest.mark.skipif(here < least, reason=f"needs PyTorch {version}: before, {reason}")
+
+
+QUIET_CASTS = "in this PyTorch a weight loses the gradient of a region in which it was used under no_grad before"
+
+
 def autocast_keeps_gradients() -> bool:
     """Whether autocast gives a weight its gradient that it has cast under no_grad before. PyTorch 2.4 does not."""
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)
@@ -486,6 +495,23 @@ def same(a, b) -> bool:
         return a.dtype == b.dtype and a.shape == b.shape and (
             torch.equal(_bytes(a), _bytes(b)) or (card.ON_CARD and card.close(a, b)))
     return type(a) is type(b) and len(a) == len(b) and all(same(x, y) for x, y in zip(a, b))
+
+
+def at_rest(value):
+    """Tensors, in lists and tuples too, on the host, where those of the simulated device are."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    return type(value)(map(at_rest, value)) if isinstance(value, (list, tuple)) else value
+
+
+def near(a: torch.Tensor, b: torch.Tensor, **limits) -> bool:
+    """torch.allclose(), wherever the tensors lie."""
+    return torch.allclose(at_rest(a), at_rest(b), **limits)
+
+
+def assert_near(a, b, **limits) -> None:
+    """torch.testing.assert_close(), wherever the tensors lie."""
+    torch.testing.assert_close(at_rest(a), at_rest(b), **limits)
 
 
 # ---------------------------------------------------------------------- forks

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import stagehand
+from stagehand.weights.autocast import INFERENCE_KEEPS
 
 FP8 = torch.float8_e4m3fn
 SLOW = 1e8  # bytes/s: a missing wait shows
@@ -112,8 +113,8 @@ def same_passes(model, ref, passes=3):
             assert s.same(model(*x), ref(*x))
 
 
-def same_training(model, ref, steps=3, lr=0.1, passes=1):
-    optimizers = [torch.optim.SGD(net.parameters(), lr=lr) for net in (model, ref)]
+def same_training(model, ref, steps=3, lr=1e-3 if card.ON_CARD else 0.1, passes=1):  # large steps magnify rounding
+    optimizers = [torch.optim.SGD(net.parameters(), lr=lr, foreach=False) for net in (model, ref)]
     for _ in range(steps):
         xs = [ref.example() for _ in range(passes)]
         for net, optimizer in zip((model, ref), optimizers):
@@ -334,7 +335,7 @@ def test_217_layerwise_casting_of_diffusers(mode, before):
 
     model, ref = both(prepare, Net, mode=mode, before=before, frozen=True, budget=40_000)
     same_passes(model, ref)
-    x = ref.example()
+    x = tuple(map(card.there, ref.example()))
     assert all(s.same(a, b) for a, b in zip(model.table(*x), ref.table(*x)))  # a part alone
     same_state(model, ref)
     units = run(model).session.units
@@ -595,6 +596,8 @@ REGIONS = [several, left_between, cleared_between, not_kept, inner_regions, quie
 
 @pytest.mark.parametrize("passes", REGIONS)
 def test_205_gradients_of_several_uses_in_a_region(passes):
+    if passes is quiet_first and not s.autocast_keeps_gradients():
+        pytest.skip(s.QUIET_CASTS)
     model, ref = both(lambda m: None, Mixed, budget=30_000)
     for number in (1, 2, 3):
         xs, outs = [ref.example()[0] for _ in range(number)], []
@@ -671,15 +674,19 @@ def test_205_a_write_inside_a_region_is_never_mixed(write, grad, mode):
                     stack.close()
                 assert len(outs) < 2 or s.same(*outs)
     same_passes(model, ref)
-    with torch.inference_mode():  # which keeps no casts
+    with torch.inference_mode():  # which keeps no casts in newer versions of PyTorch
         for number in range(2):
             outs = []
             for net in (model, ref):
                 with region():
                     outs.append(net(x))
                     change(net)
-                    outs.append(net(x))
-            assert s.same(outs[0], outs[2]) and s.same(outs[1], outs[3])
+                    if net is model and INFERENCE_KEEPS:
+                        with pytest.raises(stagehand.StagehandError, match=r"weight was written inside a region"):
+                            net(x)
+                    else:
+                        outs.append(net(x))
+            assert s.same(outs[0], outs[2]) and (INFERENCE_KEEPS or s.same(outs[1], outs[3]))
 
 
 def test_205_what_autocast_keeps_is_seen_by_nobody_else():

@@ -2,6 +2,7 @@
 
 import sys
 
+import card
 import pytest
 import support as s
 import torch
@@ -52,6 +53,7 @@ def train_both(model, ref, steps=3, lr=0.1):
     for _ in range(steps):
         x, = model.example()
         for net, opt in zip((model, ref), opts):
+            net.train()  # else cuDNN computes no gradients
             opt.zero_grad()
             net(x).pow(2).mean().backward()
             opt.step()
@@ -75,7 +77,8 @@ def train_in_a_region(model, ref, steps=1):
     for _ in range(steps):
         x, = model.example()
         for net in (model, ref):
-            with torch.autocast("cpu", torch.bfloat16):
+            net.train()
+            with torch.autocast(card.TORCH.type, torch.bfloat16):
                 y = net(x)
             y.float().pow(2).mean().backward()
     for mine, theirs in zip(model.parameters(), ref.parameters()):
@@ -105,6 +108,11 @@ def test_own_recurrent_layers_under_autocast(kind, monkeypatch):
     monkeypatch.setattr(sys.modules[stagehand.layer.__module__], "OWNED_BYTES", 1000)
     model, ref = pair(lambda: Row([nn.Linear(64, 64), Output(kind(64, 64, batch_first=True))], 2, 5, 64),
                       budget=1 << 20)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            ref(*ref.example())
+    except RuntimeError as error:  # oneDNN of PyTorch 2.4 to 2.8
+        pytest.skip(f"the plain model fails in this PyTorch: {error}")
     train_in_a_region(model, ref, steps=2)
 
 
@@ -135,7 +143,7 @@ def test_own_a_write_without_a_version_inside_a_region_of_autocast(grad):
     """PyTorch goes on with the casts from before it. Casts of what stays on the device are such, too: not mixed."""
     model, ref = pair(lambda: Row([nn.Linear(64, 64), nn.Linear(64, 64)], 3, 64), budget=1 << 20)
     x, = model.example()
-    with grad(), torch.autocast("cpu", torch.bfloat16):
+    with grad(), torch.autocast(card.TORCH.type, torch.bfloat16):
         assert s.same(model(x), ref(x)) and s.same(model(x), ref(x))
         for p in model.parameters():
             p.data.mul_(2)
@@ -143,7 +151,7 @@ def test_own_a_write_without_a_version_inside_a_region_of_autocast(grad):
             model(x)
     for p in ref.parameters():
         p.data.mul_(2)
-    with grad(), torch.autocast("cpu", torch.bfloat16):
+    with grad(), torch.autocast(card.TORCH.type, torch.bfloat16):
         assert s.same(model(x), ref(x)) and s.same(model(x), ref(x))
 
 
