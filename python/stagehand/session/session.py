@@ -484,7 +484,8 @@ class Session(NotCopied):
         weights that stay there."""
         if self.simulated:
             return _NOTHING
-        given = [(plan.masters, found) for plan in list(self.plans.values()) if (found := plan.given_on_host())]
+        given = [(plan.masters, plan.given_on_host()) for plan in list(self.plans.values()) if plan.replaced]
+        given = [(parameters, found) for parameters, found in given if found]
         if not given:
             return _NOTHING
         for module in self.model.modules():
