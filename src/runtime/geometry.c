@@ -21,6 +21,7 @@
 #include "runtime/planning.h"
 #include "runtime/program.h"
 #include "state/state.h"
+#include "telemetry/timeline.h"
 
 enum { ALLOC_TRIES = 6 };
 /* A new plan must predict this share of the old step or less. */
@@ -133,7 +134,9 @@ static sth_status install(sth_runtime *rt, sthi_made_plan m) {
     rt->program.on = rt->planned.homes = false;
     sthi_cancel_queue(rt);
     uint64_t asked = rt->options.budget;
+    sthi_mark begun = sthi_timeline_mark("lay memory out", rt->name);
     sth_status rc = place_plan(rt, &m);
+    sthi_timeline_since(begun, STHI_TRACK_CALL, rt->name, "lay memory out", 0);
     if (rt->options.budget != asked) rt->stats.budget_cuts++;
     if (rc != STH_OK) {
         sthi_extents_free_all(rt); /* what an unfinished plan kept may not fit beside what is busy */

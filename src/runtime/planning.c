@@ -9,6 +9,7 @@
 #include "runtime/bundle.h"
 #include "runtime/plan_input.h"
 #include "state/state.h"
+#include "telemetry/timeline.h"
 
 /* Plans are made for a link that is this much slower than it was measured. Rates and compute vary from step to
  * step: of plans that promise the same, the one that needs all of the link is late when they do. */
@@ -67,7 +68,7 @@ static sth_status create_plan(sth_runtime *rt, const sth_plan_input *in, sthi_ma
     return rc;
 }
 
-sth_status sthi_plan_make(sth_runtime *rt, sthi_made_plan *out) {
+static sth_status make_plan(sth_runtime *rt, sthi_made_plan *out) {
     sth_plan_input in;
     sthi_made_plan m = {0};
     sthi_plan_input(rt, &in);
@@ -75,6 +76,13 @@ sth_status sthi_plan_make(sth_runtime *rt, sthi_made_plan *out) {
     sth_status rc = create_plan(rt, &in, &m);
     if (rc != STH_OK) sthi_made_drop(&m);
     else *out = m;
+    return rc;
+}
+
+sth_status sthi_plan_make(sth_runtime *rt, sthi_made_plan *out) {
+    sthi_mark begun = sthi_timeline_mark("plan", rt->name);
+    sth_status rc = make_plan(rt, out);
+    sthi_timeline_since(begun, STHI_TRACK_CALL, rt->name, "plan", 0);
     return rc;
 }
 

@@ -16,6 +16,7 @@
 #include "runtime/share/grow.h"
 #include "runtime/step.h"
 #include "state/state.h"
+#include "telemetry/timeline.h"
 
 enum { FLOW_UNITS = 2, FLOW_SHARE = 16 };
 
@@ -74,7 +75,9 @@ static sth_status arrive_locked(sth_runtime *rt) {
     rt->callers++;
     bool must = rt->share.parked;
     sthi_unlock(&rt->lock);
+    sthi_mark begun = sthi_timeline_mark("ask for room", rt->name);
     sth_status rc = sthi_request_room(rt, must ? least : 0, ask);
+    sthi_timeline_since(begun, STHI_TRACK_CALL, rt->name, "ask for room", 0);
     sthi_lock(&rt->lock);
     if (rc == STH_OK) {
         rc = come(rt);
