@@ -4,8 +4,8 @@ streamed, and offloaded by others, in one process.
 usage: real.py [CASE,CASE] [--systems NAME,NAME] [--budgets GB,GB] [--steps N] [--small] [--out FILE] [--trace FOLDER]
 
 CASE: of released.CASES; all of them where none is given. Systems: resident, ours, lossless and auto (once for each
-budget; weights cross the link as they are, packed, or packed where it pays), leaf (diffusers' group offloading, leaf level with a stream), model (a
-pipeline's model offload), accelerate (cpu_offload).
+budget; weights cross the link as they are, packed, or packed where it pays), leaf (diffusers' group offloading, leaf
+level with a stream), model (a pipeline's model offload), accelerate (cpu_offload).
 --small: a few layers of each, on the simulated device; times say nothing then.
 
 Each row is a JSON line in --out: ms of the first, second and third step and the median of the rest, what a step was

@@ -151,19 +151,25 @@ typedef struct sth_rows_table_stats {
 STH_API sth_status sth_rows_table_stats_get(sth_rows *rows, uint32_t table,
                                             sth_rows_table_stats *out_stats);
 
-/* The share of a budget that the pool should get. */
+/* A pool beside a runtime's units: what its share of a budget follows from. */
 typedef struct sth_rows_budget {
-    uint64_t bytes;         /* for the pool and the units of a runtime together */
-    uint64_t units_all;     /* bytes that those units take */
-    uint64_t units_least;   /* bytes that they need at least */
-    uint64_t row_bytes;     /* > 0 */
+    uint32_t part_count;    /* 1 to STH_ROWS_PARTS_MAX */
     uint32_t rows;          /* of all tables */
     uint32_t rows_largest;  /* of the largest */
     uint32_t rows_token;    /* of one table, that one token uses */
+    uint64_t part_bytes[STH_ROWS_PARTS_MAX]; /* of one row, > 0 each */
+    uint64_t units_all;     /* bytes that the runtime's units take */
+    uint64_t units_least;   /* bytes that they need at least */
+    uint64_t stays_bytes;   /* of others on the device all the time */
 } sth_rows_budget;
-/* Slots: what the units leave, up to all rows; at least those of the largest table where the least of
- * the units leaves that; 0 where not even one token's fit. */
-STH_API uint32_t sth_rows_slots(const sth_rows_budget *budget);
+/* Bytes that a pool of so many slots takes: each part begins at a multiple of 512. These three return
+ * UINT64_MAX for a sum that 64 bits do not hold, and 0 for a pool without parts. */
+STH_API uint64_t sth_rows_bytes(const sth_rows_budget *pool, uint32_t slots);
+/* Slots with a budget of `bytes`: what the units leave, up to all rows; at least those of the largest
+ * table where the least of the units leaves that; never fewer than one token's. */
+STH_API uint32_t sth_rows_slots(const sth_rows_budget *pool, uint64_t bytes);
+/* The smallest budget with which the pool has `slots`, no more than the largest table has rows. */
+STH_API uint64_t sth_rows_smallest(const sth_rows_budget *pool, uint32_t slots);
 
 /* Distinct rows that `tokens` tokens use on average of a table of `row_count`, `per_token` each, where
  * all are as likely: row_count x (1 - (1 - per_token / row_count) ^ tokens). */

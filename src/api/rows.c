@@ -103,8 +103,23 @@ sth_status sth_rows_table_stats_get(sth_rows *rows, uint32_t table, sth_rows_tab
     return sthi_rows_table_stats(rows, table, out_stats);
 }
 
-uint32_t sth_rows_slots(const sth_rows_budget *budget) {
-    return budget && budget->row_bytes ? sthi_rows_slots(budget) : 0;
+static bool has_parts(const sth_rows_budget *pool) {
+    if (!pool || !pool->part_count || pool->part_count > STH_ROWS_PARTS_MAX) return false;
+    for (uint32_t i = 0; i < pool->part_count; i++)
+        if (!pool->part_bytes[i]) return false;
+    return true;
+}
+
+uint64_t sth_rows_bytes(const sth_rows_budget *pool, uint32_t slots) {
+    return has_parts(pool) ? sthi_rows_bytes(pool, slots) : 0;
+}
+
+uint32_t sth_rows_slots(const sth_rows_budget *pool, uint64_t bytes) {
+    return has_parts(pool) ? sthi_rows_slots(pool, bytes) : 0;
+}
+
+uint64_t sth_rows_smallest(const sth_rows_budget *pool, uint32_t slots) {
+    return has_parts(pool) ? sthi_rows_smallest(pool, slots) : 0;
 }
 
 double sth_rows_expected(uint32_t row_count, uint32_t per_token, uint32_t tokens) {

@@ -1,5 +1,5 @@
-/* Checked size arithmetic: sizes from outside go through these. All return false on overflow and leave
- * the output alone. */
+/* Checked size arithmetic: sizes from outside go through these. Those with an output return false on overflow and
+ * leave it alone. */
 #ifndef STHI_BASE_ARITH_H
 #define STHI_BASE_ARITH_H
 #include <stdbool.h>
@@ -15,6 +15,16 @@ static inline bool sthi_add_u64(uint64_t a, uint64_t b, uint64_t *out) {
 static inline bool sthi_mul_u64(uint64_t a, uint64_t b, uint64_t *out) {
     return !__builtin_mul_overflow(a, b, out);
 }
+/* The same for sums that may be as large as can be: UINT64_MAX on overflow; 0 below 0. */
+static inline uint64_t sthi_plus(uint64_t a, uint64_t b) {
+    uint64_t sum;
+    return sthi_add_u64(a, b, &sum) ? sum : UINT64_MAX;
+}
+static inline uint64_t sthi_times(uint64_t a, uint64_t b) {
+    uint64_t product;
+    return sthi_mul_u64(a, b, &product) ? product : UINT64_MAX;
+}
+static inline uint64_t sthi_minus(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
 /* Rounds up to a multiple of `unit` (> 0). */
 static inline bool sthi_round_up(uint64_t n, uint64_t unit, uint64_t *out) {
     uint64_t r = n % unit;

@@ -36,8 +36,6 @@ uint64_t sthi_budget_committed(const sthi_budget *b, sth_resource resource) {
     return sum;
 }
 
-static uint64_t minus(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
-
 static uint64_t in_use(const sthi_budget *b, sth_resource resource) {
     uint64_t sum;
     return sthi_add_u64(sthi_budget_committed(b, resource), b->unmanaged[resource], &sum) ? sum : UINT64_MAX;
@@ -65,9 +63,9 @@ static uint64_t room_for(const sthi_budget *b, uint32_t owner, sth_resource reso
     sums s = owner_sums(b, resource, owner);
     uint64_t rest = in_use(b, resource);
     if (rest != UINT64_MAX) rest -= sthi_max_u64(s.floors, s.others);
-    uint64_t room = minus(cap_of(b, resource, mode, priority), rest);
-    if (priority >= STH_PRIORITY_SPECULATIVE) room = minus(room, floors_wanted(b, resource, owner));
-    return minus(room, mode == STH_RESERVE_FLOOR ? s.floors : s.others);
+    uint64_t room = sthi_minus(cap_of(b, resource, mode, priority), rest);
+    if (priority >= STH_PRIORITY_SPECULATIVE) room = sthi_minus(room, floors_wanted(b, resource, owner));
+    return sthi_minus(room, mode == STH_RESERVE_FLOOR ? s.floors : s.others);
 }
 
 /* ---- giving way */
@@ -99,7 +97,7 @@ static uint64_t could_give(const sthi_budget *b, sth_resource resource, uint32_t
     for (uint32_t owner = 0; owner < STHI_OWNERS; owner++) {
         if (!soft[owner]) continue;
         sums s = owner_sums(b, resource, owner);
-        sum += sthi_min_u64(soft[owner], minus(s.others, s.floors));
+        sum += sthi_min_u64(soft[owner], sthi_minus(s.others, s.floors));
     }
     return sum;
 }
@@ -170,7 +168,7 @@ sth_grant sthi_budget_reserve(sthi_budget *b, uint32_t owner, sth_resource resou
         return enter(b, fresh, STH_DENIAL_NONE);
     }
     sums s = owner_sums(b, resource, owner);
-    uint64_t below = minus(s.ceiling, mode == STH_RESERVE_FLOOR ? s.floors : s.others);
+    uint64_t below = sthi_minus(s.ceiling, mode == STH_RESERVE_FLOOR ? s.floors : s.others);
     bool partial = mode == STH_RESERVE_SOFT;
     if (!below || (bytes > below && !partial)) return denied(STH_DENIAL_OWNER_CEILING);
     uint64_t ask = sthi_min_u64(bytes, below), room = room_for(b, owner, resource, mode, priority);
@@ -236,13 +234,13 @@ bool sthi_budget_changed(sthi_budget *b, uint64_t *out_id, uint64_t *out_granted
 }
 
 uint64_t sthi_budget_headroom(const sthi_budget *b, sth_resource resource, bool hard) {
-    return minus(hard ? b->hard[resource] : b->cap[resource], in_use(b, resource));
+    return sthi_minus(hard ? b->hard[resource] : b->cap[resource], in_use(b, resource));
 }
 
 void sthi_budget_set_unmanaged(sthi_budget *b, sth_resource resource, uint64_t bytes) {
     b->unmanaged[resource] = bytes;
     /* Everybody's speculation gives way: to no owner, stronger than all. */
-    shrink(b, resource, UINT32_MAX, STH_PRIORITY_CRITICAL, minus(in_use(b, resource), b->cap[resource]));
+    shrink(b, resource, UINT32_MAX, STH_PRIORITY_CRITICAL, sthi_minus(in_use(b, resource), b->cap[resource]));
 }
 
 /* The strongest first, then the oldest. NULL at the end. */
@@ -263,7 +261,7 @@ void sthi_budget_grow_back(sthi_budget *b) {
         uint64_t more = r->wanted - r->granted;
         sums s = owner_sums(b, r->resource, r->owner);
         uint64_t room = sthi_min_u64(room_for(b, r->owner, r->resource, r->mode, r->priority),
-                                     minus(s.ceiling, r->mode == STH_RESERVE_FLOOR ? s.floors : s.others));
+                                     sthi_minus(s.ceiling, r->mode == STH_RESERVE_FLOOR ? s.floors : s.others));
         uint64_t grow = fitting(more, room, r->mode == STH_RESERVE_SOFT);
         r->granted += grow;
         STHI_INVARIANT(r->granted <= r->wanted);

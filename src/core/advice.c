@@ -62,18 +62,6 @@ typedef struct needs {
     bool stored;          /* some unit crosses packed also where all fits */
 } needs;
 
-static uint64_t plus(uint64_t a, uint64_t b) {
-    uint64_t sum;
-    return sthi_add_u64(a, b, &sum) ? sum : UINT64_MAX;
-}
-
-static uint64_t times(uint64_t a, uint64_t b) {
-    uint64_t product;
-    return sthi_mul_u64(a, b, &product) ? product : UINT64_MAX;
-}
-
-static uint64_t minus(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
-
 /* ---- the model ---- */
 
 static sth_status wrong_pair(const char *list, uint32_t i) {
@@ -85,7 +73,7 @@ static sth_status check(const sth_budget_model *m) {
     uint64_t total = m->fixed_bytes;
     for (uint32_t w = 0; w < m->weight_count; w++) {
         const sth_budget_weight *weight = &m->weights[w];
-        total = plus(total, weight->bytes);
+        total = sthi_plus(total, weight->bytes);
         if (weight->bytes % STHI_ALIGN || weight->module >= m->module_count)
             return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "weights",
                              "weights[%u] has %llu bytes, no multiple of %u, or a module that there is none of", w,
@@ -244,7 +232,7 @@ static uint64_t room_of(const world *x, uint32_t module) {
     /* A loop over a list has the next before it lets go of one, and keeps the last. They are mostly of one size: a
      * place of one serves another. */
     if (x->m->modules[module] & STH_MODULE_LIST) parts += 2;
-    return parts == 1 ? own.unit_bytes : plus(around.bytes, times(parts, own.bytes));
+    return parts == 1 ? own.unit_bytes : sthi_plus(around.bytes, sthi_times(parts, own.bytes));
 }
 
 /* Room in which the largest unit finds a place, and each one beside those that are held, wherever they lie: a held one
@@ -259,7 +247,7 @@ static uint64_t room_for(world *x, uint32_t unit_count, uint8_t but) {
     }
     for (uint32_t i = 0; i < m->inside_count; i++) {
         lease outer = x->leases[m->inside[i].first], *around = &x->around[m->inside[i].second];
-        around->bytes = plus(around->bytes, outer.bytes);
+        around->bytes = sthi_plus(around->bytes, outer.bytes);
         around->units += outer.units;
     }
     for (uint32_t i = 0; i < m->module_count; i++)
@@ -279,7 +267,7 @@ static needs evaluate(world *x, uint32_t count) {
     }
     n.largest = largest_unit(x, n.unit_count, IN_PLACE);
     n.apart = room_for(x, n.unit_count, IN_PLACE);
-    n.whole = x->m->one_extent ? n.apart : plus(n.held, room_for(x, n.unit_count, IN_PLACE | OUTER));
+    n.whole = x->m->one_extent ? n.apart : sthi_plus(n.held, room_for(x, n.unit_count, IN_PLACE | OUTER));
     return n;
 }
 
@@ -296,12 +284,12 @@ static uint64_t stage(const world *x, uint64_t piece) {
 }
 
 /* Bytes of the fewest stages. */
-static uint64_t stages(const world *x, uint64_t piece) { return times(STH_BUDGET_STAGES, stage(x, piece)); }
+static uint64_t stages(const world *x, uint64_t piece) { return sthi_times(STH_BUDGET_STAGES, stage(x, piece)); }
 
 /* How many stages: more than the least as far as a share of the budget, and of what places do not need, holds them. */
 static uint32_t stage_count(uint64_t stage_bytes, uint64_t budget, uint64_t free) {
     uint64_t room = sthi_min_u64(budget / STAGES_SHARE, free / FREE_SHARE);
-    if (!stage_bytes || room <= times(STH_BUDGET_STAGES, stage_bytes)) return STH_BUDGET_STAGES;
+    if (!stage_bytes || room <= sthi_times(STH_BUDGET_STAGES, stage_bytes)) return STH_BUDGET_STAGES;
     return (uint32_t)sthi_min_u64(room / stage_bytes, STH_BUDGET_MOST_STAGES);
 }
 
@@ -309,7 +297,7 @@ static uint64_t places(const needs *n) { return sthi_min_u64(sthi_min_u64(n->who
 
 /* The least budget with the units as they are. */
 static uint64_t least(const needs *n, uint64_t stage_bytes) {
-    uint64_t bytes = plus(plus(n->stays, stage_bytes), places(n));
+    uint64_t bytes = sthi_plus(sthi_plus(n->stays, stage_bytes), places(n));
     if (!n->stored) bytes = sthi_min_u64(bytes, n->stays + n->total); /* where all fits nothing crosses packed */
     return sthi_max_u64(bytes, n->stays + 1);
 }
@@ -333,9 +321,9 @@ static uint64_t smallest(world *x) {
     uint64_t best = UINT64_MAX, total = 0;
     for (uint32_t count = 0; count <= x->small_count; count++) {
         if (count) total += x->small[count - 1].bytes;
-        if (times(SMALL_SHARE, total) >= best) break;
+        if (sthi_times(SMALL_SHARE, total) >= best) break;
         needs n = evaluate(x, count);
-        uint64_t here = sthi_max_u64(times(SMALL_SHARE, total), least(&n, stages(x, STH_BUDGET_LEAST_PIECE)));
+        uint64_t here = sthi_max_u64(sthi_times(SMALL_SHARE, total), least(&n, stages(x, STH_BUDGET_LEAST_PIECE)));
         best = sthi_min_u64(best, here);
     }
     return best;
@@ -363,16 +351,16 @@ static needs settle(world *x, uint64_t budget, bool works, uint64_t *out_piece) 
 }
 
 static void fill(world *x, const needs *n, uint64_t budget, sth_budget_advice *out) {
-    uint64_t room = minus(minus(budget, n->stays), out->stage_bytes);
-    bool keeps = n->whole <= room && (times(n->held, HELD_SHARE) <= room || n->apart > room);
+    uint64_t room = sthi_minus(sthi_minus(budget, n->stays), out->stage_bytes);
+    bool keeps = n->whole <= room && (sthi_times(n->held, HELD_SHARE) <= room || n->apart > room);
     out->weight_count = x->m->weight_count;
     out->unit_count = n->unit_count;
     out->stays_bytes = n->stays;
     out->units_bytes = n->total;
     out->units_least = places(n);
     out->least_room = sthi_min_u64(keeps ? n->whole : n->apart, n->total);
-    out->comfortable = plus(plus(n->stays, out->stage_bytes),
-                            sthi_max_u64(places(n), times(LARGEST_AT_ONCE, n->largest)));
+    out->comfortable = sthi_plus(sthi_plus(n->stays, out->stage_bytes),
+                            sthi_max_u64(places(n), sthi_times(LARGEST_AT_ONCE, n->largest)));
     for (uint32_t u = 0; u < n->unit_count; u++) out->keep[u] = keeps && (x->unit_flags[u] & OUTER) &&
                                                                 !(x->unit_flags[u] & IN_PLACE);
     for (uint32_t w = 0; w < x->m->weight_count; w++) out->unit[w] = x->unit[w];
@@ -402,8 +390,8 @@ static sth_status advise(world *x, uint64_t budget, sth_budget_advice **out) {
     advice->works = budget >= advice->smallest;
     needs n = settle(x, budget, advice->works, &advice->piece_bytes);
     uint64_t bytes = stage(x, advice->piece_bytes);
-    advice->stages = stage_count(bytes, budget, minus(budget, least(&n, times(STH_BUDGET_STAGES, bytes))));
-    advice->stage_bytes = times(advice->stages, bytes);
+    advice->stages = stage_count(bytes, budget, sthi_minus(budget, least(&n, sthi_times(STH_BUDGET_STAGES, bytes))));
+    advice->stage_bytes = sthi_times(advice->stages, bytes);
     fill(x, &n, budget, advice);
     *out = advice;
     return STH_OK;
@@ -422,7 +410,7 @@ static uint64_t with_room(world *x, uint64_t room) {
     for (uint64_t budget = smallest(x);;) {
         needs n = evaluate(x, small_that_stay(x, budget));
         uint64_t bytes = stage(x, piece_of(budget));
-        uint64_t enough = plus(plus(n.stays, times(stage_count(bytes, budget, budget), bytes)), room);
+        uint64_t enough = sthi_plus(sthi_plus(n.stays, sthi_times(stage_count(bytes, budget, budget), bytes)), room);
         if (enough <= budget || budget == UINT64_MAX) return budget;
         budget = enough;
     }

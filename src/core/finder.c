@@ -17,13 +17,6 @@ enum {
 };
 #define RESERVE_MAX (UINT64_C(1) << 30)
 
-static uint64_t minus(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
-
-static uint64_t plus(uint64_t a, uint64_t b) {
-    uint64_t sum;
-    return sthi_add_u64(a, b, &sum) ? sum : UINT64_MAX;
-}
-
 static bool below_ceiling(const sth_memory_reading *r) { return r->ceiling && r->ceiling < r->total; }
 
 /* No neighbor comes below a ceiling. */
@@ -37,18 +30,18 @@ static uint64_t reserve_of(const sth_memory_reading *r) {
 /* The most that was had, less what of it lay there between steps and has gone since. */
 static uint64_t others_now(const sthi_finder *f) {
     uint64_t recent = sthi_max_u64(f->steady, sthi_max_u64(f->recent[0], f->recent[1]));
-    return f->others - minus(f->others_steady, recent);
+    return f->others - sthi_minus(f->others_steady, recent);
 }
 
 /* What of it comes and goes within a step. */
-static uint64_t moving(const sthi_finder *f) { return minus(f->others, f->others_steady); }
+static uint64_t moving(const sthi_finder *f) { return sthi_minus(f->others, f->others_steady); }
 
 /* For a step whose inputs are `growth` times as large as any before: what comes and goes grows with them. */
 static uint64_t needed(const sthi_finder *f, double growth) {
     double more = (double)moving(f) * (growth > 1 ? growth - 1 : 0);
     if (!(more < (double)(UINT64_C(1) << 62))) return UINT64_MAX;
-    uint64_t others = plus(others_now(f), (uint64_t)more);
-    return plus(others, (moving(f) + (uint64_t)more) / LOOSE_SHARE);
+    uint64_t others = sthi_plus(others_now(f), (uint64_t)more);
+    return sthi_plus(others, (moving(f) + (uint64_t)more) / LOOSE_SHARE);
 }
 
 static void see_steady(sthi_finder *f, uint64_t steady) {
@@ -65,10 +58,10 @@ static void see_others(sthi_finder *f, const sth_memory_reading *r, uint64_t ins
     uint64_t ours = sthi_max_u64(inside_peak, f->inside);
     /* A peak that did not move is of an earlier step, unless what was ours in it was not known exactly. */
     bool fresh = f->readings && (r->framework_peak != f->peak || f->blurred);
-    uint64_t peak = fresh ? minus(r->framework_peak, ours) : 0;
+    uint64_t peak = fresh ? sthi_minus(r->framework_peak, ours) : 0;
     f->peak = r->framework_peak;
     f->blurred = ours != inside;
-    uint64_t begun = f->steady, steady = minus(r->framework_allocated, inside);
+    uint64_t begun = f->steady, steady = sthi_minus(r->framework_allocated, inside);
     if (peak <= steady) peak = begun = steady;
     see_steady(f, steady);
     if (peak < others_now(f)) return;
@@ -87,10 +80,10 @@ static bool see_failures(sthi_finder *f, const sth_memory_reading *r, uint64_t c
     f->failures = r->failures;
     f->retries = r->retries;
     if (failed) {
-        f->push = f->push ? sthi_min_u64(plus(f->push, f->push), capacity) : capacity / PUSH_SHARE;
-        uint64_t had = minus(sthi_min_u64(capacity, f->capacity), ours);
-        uint64_t more = minus(plus(had, f->push), plus(needed(f, 0), reserve_of(r)));
-        f->margin = sthi_min_u64(sthi_max_u64(plus(f->margin, f->push), more), capacity);
+        f->push = f->push ? sthi_min_u64(sthi_plus(f->push, f->push), capacity) : capacity / PUSH_SHARE;
+        uint64_t had = sthi_minus(sthi_min_u64(capacity, f->capacity), ours);
+        uint64_t more = sthi_minus(sthi_plus(had, f->push), sthi_plus(needed(f, 0), reserve_of(r)));
+        f->margin = sthi_min_u64(sthi_max_u64(sthi_plus(f->margin, f->push), more), capacity);
         f->lacked = had;
         lose_patience(f);
     } else if (f->lacked && others_now(f) > f->lacked) { /* now it is known what it was */
@@ -125,31 +118,32 @@ static void grow(sthi_finder *f, uint64_t cap) {
 
 void sthi_finder_observe(sthi_finder *f, const sth_memory_reading *r, uint64_t inside, uint64_t inside_peak,
                          uint64_t outside, sth_budget_verdict *out) {
-    uint64_t capacity = plus(plus(r->free, r->framework_reserved), outside), reserve = reserve_of(r);
+    uint64_t capacity = sthi_plus(sthi_plus(r->free, r->framework_reserved), outside), reserve = reserve_of(r);
     if (below_ceiling(r)) capacity = sthi_min_u64(capacity, r->ceiling);
     uint64_t before = others_now(f), had = f->capacity;
     if (!f->patience) f->patience = PATIENCE;
     inside_peak = sthi_max_u64(inside_peak, inside);
     see_others(f, r, inside, inside_peak);
     bool failed = see_failures(f, r, capacity, inside + outside);
-    uint64_t seen = plus(needed(f, 0), f->margin);
-    uint64_t need = plus(needed(f, r->growth), f->margin);
-    uint64_t cap = minus(capacity, plus(need, reserve));
-    uint64_t moved = sthi_max_u64(minus(inside_peak, f->inside), minus(f->inside, inside));
+    uint64_t seen = sthi_plus(needed(f, 0), f->margin);
+    uint64_t need = sthi_plus(needed(f, r->growth), f->margin);
+    uint64_t cap = sthi_minus(capacity, sthi_plus(need, reserve));
+    uint64_t moved = sthi_max_u64(sthi_minus(inside_peak, f->inside), sthi_minus(f->inside, inside));
     moved = sthi_max_u64(moved, inside_peak - inside);
     /* One that cannot even begin waits for no calm. One that is there has what it needs at least. */
-    bool starves = r->least && !r->budget && f->cap < plus(plus(inside, outside), r->least);
+    bool starves = r->least && !r->budget && f->cap < sthi_plus(sthi_plus(inside, outside), r->least);
     f->calm++;
     f->grown++;
     if (!f->readings) {
         f->cap = cap;
         f->why = STH_BUDGET_FULL;
-    } else if (cap < f->cap && minus(capacity, plus(need, reserve / 2)) < f->cap) {
-        bool fell = had > capacity && had - capacity > minus(others_now(f), before);
+    } else if (cap < f->cap && sthi_minus(capacity, sthi_plus(need, reserve / 2)) < f->cap) {
+        bool fell = had > capacity && had - capacity > sthi_minus(others_now(f), before);
         sth_budget_why why = fell ? STH_BUDGET_NEIGHBOUR : STH_BUDGET_PEAK;
         if (need > seen) why = STH_BUDGET_EXPECTED;
         shrink(f, cap, failed ? STH_BUDGET_FAILED : why);
-    } else if (cap >= plus(f->cap, f->cap / WORTH_GROWING) && cap > f->cap && (f->calm >= f->patience || starves)) {
+    } else if (cap >= sthi_plus(f->cap, f->cap / WORTH_GROWING) && cap > f->cap &&
+               (f->calm >= f->patience || starves)) {
         grow(f, cap);
     }
     *out = (sth_budget_verdict){.cap = f->cap, .capacity = capacity, .others = others_now(f), .margin = f->margin,
@@ -210,11 +204,12 @@ void sthi_finder_settle(const sth_memory_reading *r, uint64_t least, bool leased
 }
 
 bool sthi_finder_above_ceiling(const sthi_finder *f, const sth_memory_reading *r, uint64_t occupied) {
-    uint64_t weights = sthi_max_u64(occupied, r->budget), unused = minus(r->framework_reserved, r->framework_allocated);
-    return r->ceiling && plus(plus(weights, others_now(f)), unused) > r->ceiling;
+    uint64_t weights = sthi_max_u64(occupied, r->budget);
+    uint64_t unused = sthi_minus(r->framework_reserved, r->framework_allocated);
+    return r->ceiling && sthi_plus(sthi_plus(weights, others_now(f)), unused) > r->ceiling;
 }
 
 uint64_t sthi_finder_without(uint64_t has, uint64_t over, uint64_t least) {
-    uint64_t less = sthi_max_u64(minus(has, over), least);
+    uint64_t less = sthi_max_u64(sthi_minus(has, over), least);
     return less < has ? less : 0;
 }

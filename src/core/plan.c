@@ -92,11 +92,6 @@ static uint64_t smallest_room(const sthi_plan_world *w, sthi_pipe *p, sthi_choic
     return ring == 0 ? w->stream_bytes : sthi_min_u64(ring, w->stream_bytes);
 }
 
-static uint64_t plus(uint64_t a, uint64_t b) {
-    uint64_t sum;
-    return sthi_add_u64(a, b, &sum) ? sum : UINT64_MAX;
-}
-
 sth_status sthi_plan_smallest(const sth_plan_input *in, uint64_t *out_budget) {
     sthi_plan_world w;
     sthi_pipe p;
@@ -104,7 +99,7 @@ sth_status sthi_plan_smallest(const sth_plan_input *in, uint64_t *out_budget) {
     STHI_TRY(sthi_plan_world_init(&w, in));
     sth_status status = sthi_pipe_init(&p, in->use_count);
     if (status == STH_OK) {
-        *out_budget = plus(plus(w.fixed_bytes, w.demand_bytes), smallest_room(&w, &p, &choice));
+        *out_budget = sthi_plus(sthi_plus(w.fixed_bytes, w.demand_bytes), smallest_room(&w, &p, &choice));
         sthi_pipe_fini(&p);
     }
     sthi_plan_world_fini(&w);
@@ -144,7 +139,7 @@ static sth_status predict(sthi_pipe *p, const sthi_plan_world *w, const sth_plan
         if (plan->resident[i]) r.resident_bytes += in->units[i].bytes;
         if (!plan->resident[i] && !packed && w->kind[i] == STHI_UNIT_STREAMABLE) r.streamed_bytes += in->units[i].bytes;
     }
-    uint64_t set_aside = plus(w->fixed_bytes, w->demand_bytes), least = 0;
+    uint64_t set_aside = sthi_plus(w->fixed_bytes, w->demand_bytes), least = 0;
     uint64_t room = in->budget > set_aside ? in->budget - set_aside : 0;
     STHI_TRY(sthi_plan_least_bytes(w, room, &least));
     r.lower_bound_ns = (int64_t)sthi_plan_least_ns(w, room, least);
@@ -238,7 +233,7 @@ static uint32_t unit_at_fault(const sthi_plan_world *w) {
     const sth_plan_input *in = w->in;
     uint32_t unit = w->largest_unit;
     uint64_t bytes = 0;
-    if (in->budget >= plus(w->fixed_bytes, w->demand_bytes) && w->order_count > 0) return unit;
+    if (in->budget >= sthi_plus(w->fixed_bytes, w->demand_bytes) && w->order_count > 0) return unit;
     for (uint32_t i = 0; i < in->unit_count; i++) {
         bool set_aside = w->kind[i] == STHI_UNIT_FIXED || w->kind[i] == STHI_UNIT_DEMAND;
         if (!set_aside || in->units[i].bytes <= bytes) continue;
@@ -266,9 +261,9 @@ static sth_status too_small(const sthi_plan_world *w, uint64_t smallest) {
 static sth_status choose(const sthi_plan_world *w, sthi_pipe *p, uint8_t *resident, uint64_t *out_ring) {
     const sth_plan_input *in = w->in;
     sthi_choice smallest;
-    uint64_t set_aside = plus(w->fixed_bytes, w->demand_bytes), least = 0;
+    uint64_t set_aside = sthi_plus(w->fixed_bytes, w->demand_bytes), least = 0;
     uint64_t needs = smallest_room(w, p, &smallest);
-    if (in->budget < set_aside || in->budget - set_aside < needs) return too_small(w, plus(set_aside, needs));
+    if (in->budget < set_aside || in->budget - set_aside < needs) return too_small(w, sthi_plus(set_aside, needs));
     uint64_t room = in->budget - set_aside;
     if (w->stream_bytes > room) {
         STHI_TRY(sthi_plan_least_bytes(w, room, &least));

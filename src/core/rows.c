@@ -261,12 +261,44 @@ bool sthi_rows_sound(const sthi_rows *r, const char **out_why) {
 
 /* ---- what is the pool's */
 
-uint32_t sthi_rows_slots(const sth_rows_budget *b) {
-    uint64_t beside_all = b->bytes > b->units_all ? (b->bytes - b->units_all) / b->row_bytes : 0;
-    uint64_t beside_least = b->bytes > b->units_least ? (b->bytes - b->units_least) / b->row_bytes : 0;
-    uint64_t slots = sthi_min_u64(sthi_max_u64(beside_all, b->rows_largest), beside_least);
-    slots = sthi_min_u64(slots, b->rows);
-    return slots < b->rows_token ? 0 : (uint32_t)slots;
+static uint64_t row_bytes(const sth_rows_budget *b) {
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < b->part_count; i++) bytes = sthi_plus(bytes, b->part_bytes[i]);
+    return bytes;
+}
+
+/* Bytes behind the slots of all parts, at most. */
+static uint64_t padding(const sth_rows_budget *b) {
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < b->part_count; i++) bytes += b->part_bytes[i] % STHI_ALIGN ? STHI_ALIGN : 0;
+    return bytes;
+}
+
+uint64_t sthi_rows_bytes(const sth_rows_budget *b, uint32_t slots) {
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < b->part_count; i++) {
+        uint64_t part;
+        bool fits = sthi_round_up(sthi_times(b->part_bytes[i], slots), STHI_ALIGN, &part);
+        bytes = sthi_plus(bytes, fits ? part : UINT64_MAX);
+    }
+    return bytes;
+}
+
+/* Rows in what is left of `bytes` beside all else and so many bytes of units. */
+static uint64_t rows_beside(const sth_rows_budget *b, uint64_t bytes, uint64_t units) {
+    uint64_t beside = sthi_plus(sthi_plus(b->stays_bytes, padding(b)), units);
+    return bytes > beside ? (bytes - beside) / row_bytes(b) : 0;
+}
+
+uint32_t sthi_rows_slots(const sth_rows_budget *b, uint64_t bytes) {
+    uint64_t slots = sthi_max_u64(rows_beside(b, bytes, b->units_all), b->rows_largest);
+    slots = sthi_min_u64(sthi_min_u64(slots, rows_beside(b, bytes, b->units_least)), b->rows);
+    return (uint32_t)sthi_max_u64(slots, b->rows_token);
+}
+
+uint64_t sthi_rows_smallest(const sth_rows_budget *b, uint32_t slots) {
+    uint64_t beside = sthi_plus(sthi_plus(b->stays_bytes, b->units_least), padding(b));
+    return sthi_plus(beside, sthi_times(row_bytes(b), slots));
 }
 
 double sthi_rows_expected(uint32_t rows, uint32_t each, uint32_t tokens) {

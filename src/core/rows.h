@@ -81,7 +81,9 @@ static inline uint32_t sthi_rows_slot_of(const sthi_rows *r, uint32_t table, uin
 /* False with the reason where the state contradicts itself. */
 bool sthi_rows_sound(const sthi_rows *r, const char **out_why);
 
-/* Slots of a pool, and rows that tokens use: stagehand/rows.h says what of. */
-uint32_t sthi_rows_slots(const sth_rows_budget *b);
+/* A pool's bytes and slots, and rows that tokens use: stagehand/rows.h says what of. */
+uint64_t sthi_rows_bytes(const sth_rows_budget *b, uint32_t slots);
+uint32_t sthi_rows_slots(const sth_rows_budget *b, uint64_t bytes);
+uint64_t sthi_rows_smallest(const sth_rows_budget *b, uint32_t slots);
 double sthi_rows_expected(uint32_t rows, uint32_t each, uint32_t tokens);
 #endif

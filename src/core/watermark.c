@@ -9,10 +9,8 @@ enum {
     LEAST_SHARE = 8    /* of the budget: the mark is no lower */
 };
 
-static uint64_t minus(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
-
 void sthi_watermark_init(sth_watermark *m, uint64_t high, uint64_t low, bool follows, uint64_t budget) {
-    *m = (sth_watermark){.high = high, .band = minus(high, low), .follows = follows, .budget = budget,
+    *m = (sth_watermark){.high = high, .band = sthi_minus(high, low), .follows = follows, .budget = budget,
                          .ceiling = budget};
 }
 
@@ -24,7 +22,7 @@ bool sthi_watermark_follow(sth_watermark *m, uint64_t peak, bool moved) {
     if (m->patience) m->patience--;
     else m->ceiling = m->budget;
     if (peak > aim) {
-        high = m->ceiling = minus(m->high, peak - aim);
+        high = m->ceiling = sthi_minus(m->high, peak - aim);
         m->patience = PATIENCE;
     } else if (aim - peak > differ && moved) {
         high = sthi_min_u64(m->high + (aim - peak + 1) / 2, m->ceiling);
@@ -55,4 +53,4 @@ bool sthi_watermark_limit(sth_watermark *m, const sth_watermark *given, uint64_t
     return true;
 }
 
-uint64_t sthi_watermark_low(const sth_watermark *m) { return minus(m->high, m->band); }
+uint64_t sthi_watermark_low(const sth_watermark *m) { return sthi_minus(m->high, m->band); }

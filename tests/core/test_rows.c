@@ -200,21 +200,52 @@ static void views_are_of_equal_size_and_no_larger_than_they_may_be(void **state)
 
 static void shares_of_a_budget(void **state) {
     (void)state;
-    sth_rows_budget b = {.bytes = 10000, .units_all = 4000, .units_least = 1000, .row_bytes = 100, .rows = 1000,
-                         .rows_largest = 32, .rows_token = 4};
-    assert_int_equal(sthi_rows_slots(&b), 60);          /* what all units leave */
-    b.bytes = 5000;
-    assert_int_equal(sthi_rows_slots(&b), 32);          /* a table's, and units stream */
-    b.bytes = 2000;
-    assert_int_equal(sthi_rows_slots(&b), 10);          /* what the least of the units leaves */
-    b.bytes = 1400;
-    assert_int_equal(sthi_rows_slots(&b), 4);
-    b.bytes = 1399;
-    assert_int_equal(sthi_rows_slots(&b), 0);
-    b.bytes = 900;
-    assert_int_equal(sthi_rows_slots(&b), 0);
-    b.bytes = UINT64_MAX;
-    assert_int_equal(sthi_rows_slots(&b), 1000);        /* all rows */
+    sth_rows_budget b = {.part_count = 2, .part_bytes = {1024, 512}, .units_all = 60000, .units_least = 15000,
+                         .stays_bytes = 5000, .rows = 1000, .rows_largest = 32, .rows_token = 4};
+    uint64_t all = b.stays_bytes + b.units_all, least = b.stays_bytes + b.units_least, row = 1536;
+    assert_int_equal(sthi_rows_slots(&b, all + 60 * row), 60);         /* what all units leave */
+    assert_int_equal(sthi_rows_slots(&b, least + 40 * row), 32);       /* a table's, and units stream */
+    assert_int_equal(sthi_rows_slots(&b, least + 11 * row - 1), 10);   /* what the least of the units leaves */
+    assert_int_equal(sthi_rows_slots(&b, least + 4 * row), 4);
+    assert_int_equal(sthi_rows_slots(&b, least + 4 * row - 1), 4);     /* a token's in any case */
+    assert_int_equal(sthi_rows_slots(&b, 0), 4);
+    assert_int_equal(sthi_rows_slots(&b, UINT64_MAX), 1000);           /* all rows */
+    assert_int_equal(sthi_rows_bytes(&b, 7), 7 * row);
+    b.part_bytes[1] = 100;
+    assert_int_equal(sthi_rows_bytes(&b, 7), 7 * 1024 + 1024); /* each part is rounded up */
+    assert_int_equal(sthi_rows_bytes(&b, 0), 0);
+}
+
+static void the_smallest_budget_of_a_pool_is_the_least_that_has_its_slots(void **state) {
+    (void)state;
+    for (unsigned seed = 1; seed <= cases_to_try(200); seed++) {
+        uint64_t drawn = 0;
+        sth_rows_budget b = {.part_count = 1 + (uint32_t)(sthi_random64(seed, drawn++) % STH_ROWS_PARTS_MAX)};
+        for (uint32_t i = 0; i < b.part_count; i++) b.part_bytes[i] = 1 + sthi_random64(seed, drawn++) % 5000;
+        b.rows_token = 1 + (uint32_t)(sthi_random64(seed, drawn++) % 8);
+        b.rows_largest = b.rows_token + (uint32_t)(sthi_random64(seed, drawn++) % 100);
+        b.rows = b.rows_largest + (uint32_t)(sthi_random64(seed, drawn++) % 1000);
+        b.units_least = sthi_random64(seed, drawn++) % 100000;
+        b.units_all = b.units_least + sthi_random64(seed, drawn++) % 1000000;
+        b.stays_bytes = sthi_random64(seed, drawn++) % 100000;
+        for (uint32_t slots = b.rows_token; slots <= b.rows_largest; slots++) {
+            uint64_t smallest = sthi_rows_smallest(&b, slots);
+            assert_true(sthi_rows_slots(&b, smallest) >= slots);
+            if (slots > b.rows_token) assert_true(sthi_rows_slots(&b, smallest - 1) < slots);
+            /* The pool and the least of the rest are in it. */
+            assert_true(b.stays_bytes + b.units_least + sthi_rows_bytes(&b, slots) <= smallest);
+        }
+    }
+}
+
+static void sizes_beyond_64_bits_are_as_large_as_can_be(void **state) {
+    (void)state;
+    sth_rows_budget b = {.part_count = 2, .part_bytes = {UINT64_MAX / 2, UINT64_MAX / 2}, .units_all = UINT64_MAX,
+                         .units_least = UINT64_MAX, .stays_bytes = UINT64_MAX, .rows = 9, .rows_largest = 9,
+                         .rows_token = 2};
+    assert_true(sthi_rows_bytes(&b, 3) == UINT64_MAX);
+    assert_true(sthi_rows_smallest(&b, 9) == UINT64_MAX);
+    assert_int_equal(sthi_rows_slots(&b, UINT64_MAX), 2);
 }
 
 static void distinct_rows_of_tokens(void **state) {
@@ -378,6 +409,8 @@ int main(void) {
         cmocka_unit_test(the_order_of_tables_is_known_from_their_calls),
         cmocka_unit_test(views_are_of_equal_size_and_no_larger_than_they_may_be),
         cmocka_unit_test(shares_of_a_budget),
+        cmocka_unit_test(the_smallest_budget_of_a_pool_is_the_least_that_has_its_slots),
+        cmocka_unit_test(sizes_beyond_64_bits_are_as_large_as_can_be),
         cmocka_unit_test(distinct_rows_of_tokens),
         cmocka_unit_test(no_memory_is_an_error_and_leaves_nothing),
         cmocka_unit_test(random_calls_keep_what_a_slow_simulation_keeps),

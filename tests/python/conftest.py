@@ -14,7 +14,10 @@ def card_settings():
     """A card's kernels are deterministic, and its memory is given back behind each test: several workers share one."""
     import torch
 
+    from stagehand import device
+
     card.settings()
+    device._shared.clear()  # models that a failed test's traceback keeps are on a Device that is not this one's
     yield
     gc.collect()
     torch.cuda.empty_cache()

@@ -118,7 +118,7 @@ def write(folder, model, form, leave=(), without=(), seed=3, rank=32):
     return path
 
 
-def resident(model, path):
+def resident(model, path, takes_from_host=True):
     """An aligned copy of the model that holds what the file at `path` decodes to, row by row whatever it had."""
     ref, quant = copy.deepcopy(model), _core.QuantFile(path)
     checkpoint = quant.checkpoint()
@@ -136,7 +136,7 @@ def resident(model, path):
                 module.bias.copy_(stored)
     checkpoint.close()
     quant.close()
-    return aligned_copy(ref)
+    return aligned_copy(ref, takes_from_host)
 
 
 class Shown(nn.Linear):

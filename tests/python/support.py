@@ -488,6 +488,23 @@ def same(a, b) -> bool:
     return type(a) is type(b) and len(a) == len(b) and all(same(x, y) for x, y in zip(a, b))
 
 
+def at_rest(value):
+    """Tensors, in lists and tuples too, on the host, where those of the simulated device are."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    return type(value)(map(at_rest, value)) if isinstance(value, (list, tuple)) else value
+
+
+def near(a: torch.Tensor, b: torch.Tensor, **limits) -> bool:
+    """torch.allclose(), wherever the tensors lie."""
+    return torch.allclose(at_rest(a), at_rest(b), **limits)
+
+
+def assert_near(a, b, **limits) -> None:
+    """torch.testing.assert_close(), wherever the tensors lie."""
+    torch.testing.assert_close(at_rest(a), at_rest(b), **limits)
+
+
 # ---------------------------------------------------------------------- forks
 
 

@@ -8,10 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import card  # noqa: E402
 from core_support import write_safetensors  # noqa: E402
 from file_support import (  # noqa: E402
     BLOCKS, SIZES, Stack, made, open_files, same_state, save, save_sharded, state, tensor_bytes, twin,
 )
+from support import same  # noqa: E402
 from torch import nn  # noqa: E402
 
 import stagehand  # noqa: E402
@@ -242,10 +244,10 @@ def test_a_scaled_tensor_is_decoded_into_ram(tmp_path, stored):
         data += tensor_bytes(codes)
     (tmp_path / "weights.bin").write_bytes(data)
     (tmp_path / "layers.json").write_text(json.dumps(records))
-    stagehand.layer(model, source=tmp_path / "layers.json", vram_budget=80 << 10, device="sim")
+    stagehand.layer(model, source=tmp_path / "layers.json", vram_budget=80 << 10, device=card.NAME)
     runtime, x = model._stagehand_layer_runtime, torch.randn(3, 96, dtype=torch.bfloat16)
     for _ in range(3):
-        assert torch.equal(model(x), reference(x))
+        assert same(model(x), reference(x))
     assert same_state(model, reference)
     assert runtime.quantised["decoded"]["1.weight"] == {"reason": "the file holds it with a scale",
                                                         "bytes": 2 * 96 * 96}
@@ -273,13 +275,13 @@ def test_a_failed_conversion_leaves_the_model_as_it_was(tmp_path, spoil):
     tensors = state(model)
     spoil(tensors)
     save(tmp_path / "a.safetensors", tensors)
-    runtime = stagehand.StagehandRuntime(model, block_pattern=BLOCKS, device="sim", inference_mode=True)
+    runtime = stagehand.StagehandRuntime(model, block_pattern=BLOCKS, device=card.NAME, inference_mode=True)
     with pytest.raises(StagehandError, match=r"blocks\.3\.up\.weight"):
         runtime.convert_registry_to_file_backed(tmp_path / "a.safetensors")
     assert [p.data_ptr() for p in model.parameters()] == pointers and same_state(model, reference)
     assert open_files(tmp_path) == []
     x = torch.randn(2, 64)
-    assert torch.equal(model(x), reference(x)), "it streams from RAM instead"
+    assert same(model(x), reference(x)), "it streams from RAM instead"
     runtime.shutdown()
 
 
@@ -298,7 +300,7 @@ def test_converted_parameters_are_right_at_rest_at_any_alignment(tmp_path):
     tensors = {"pad": torch.zeros(3, dtype=torch.uint8), **state(model)}  # odd addresses for all that follows
     write_safetensors(tmp_path / "a.safetensors", {
         n: (SIZES[t.dtype], t.shape, bytes(t.reshape(-1).view(torch.uint8).tolist())) for n, t in tensors.items()})
-    runtime = stagehand.StagehandRuntime(model, block_pattern=BLOCKS, device="sim", inference_mode=True)
+    runtime = stagehand.StagehandRuntime(model, block_pattern=BLOCKS, device=card.NAME, inference_mode=True)
     assert runtime.convert_registry_to_file_backed(tmp_path / "a.safetensors") == 7 * 6
     weight = model.blocks[0].up.weight
     assert weight.data_ptr() % 4 == 3 and weight.untyped_storage().nbytes() == weight.numel() * 4
@@ -307,7 +309,7 @@ def test_converted_parameters_are_right_at_rest_at_any_alignment(tmp_path):
     torch.save(model.state_dict(), tmp_path / "saved.pt")
     assert same_state(model, reference)
     loaded = torch.load(tmp_path / "saved.pt")
-    assert all(torch.equal(loaded[k], v) for k, v in reference.state_dict().items())
+    assert all(same(loaded[k], v) for k, v in reference.state_dict().items())
     x = torch.randn(2, 64)
-    assert torch.equal(model(x), reference(x))
+    assert same(model(x), reference(x))
     runtime.shutdown()

@@ -3,6 +3,7 @@
 import copy
 import io
 
+import card
 import pytest
 import torch
 from support import AttentionNet, Stack, aligned_copy, device, made, runtime, same, tight_budget
@@ -48,7 +49,8 @@ def program(model, wrap, add_hooks, steps=4):
     for step in range(steps):
         for _ in range(2):  # gradients of two batches are accumulated
             x, y = torch.randn(4, model.inp.in_features), torch.randn(4, model.out.out_features)
-            loss = F.mse_loss(model(x), y)
+            out = model(x)
+            loss = F.mse_loss(out, y.to(out.device))
             loss.backward()
             losses.append(loss.detach())
         if step == 2:
@@ -191,8 +193,8 @@ def test_a_part_of_a_model_streams_and_the_rest_moves():
     model = made(Outer)
     ref = aligned_copy(model)
     streamed(model.stack)
-    move_model_to_device(model, "sim")
-    model.to("cpu")
+    move_model_to_device(model, card.NAME)
+    model.to(card.TORCH)
     with torch.no_grad():
         for _ in range(3):
             x = torch.randn(4, 40)

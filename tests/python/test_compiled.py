@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+import card  # noqa: E402
 import stagehand  # noqa: E402
 from stagehand import _core  # noqa: E402
 from stagehand._core import LEAST_PIECE, STAGES  # noqa: E402
@@ -132,7 +133,7 @@ def train(model, steps, optimizer, checkpointed=None):
     """checkpointed: None, or what torch.utils.checkpoint's use_reentrant is."""
     losses = []
     for step in range(steps):
-        x = torch.randn(4, 48, generator=torch.Generator().manual_seed(step))
+        x = card.there(torch.randn(4, 48, generator=torch.Generator().manual_seed(step)))
         h = model.inp(x)
         for block in model.blocks:
             h = block(h) if checkpointed is None else checkpoint(block, h, use_reentrant=checkpointed)
@@ -446,7 +447,7 @@ def test_shutdown_and_copies_are_plain():
     with torch.no_grad():
         assert same(model(x), ref(x))
         twin = copy.deepcopy(model)
-        assert same(twin(x), ref(x)) and all(block._compiled_call_impl is None for block in twin.blocks)
+        assert same(aligned_copy(twin)(x), ref(x)) and all(block._compiled_call_impl is None for block in twin.blocks)
         runtime(model).shutdown()
         assert [block._compiled_call_impl for block in model.blocks] == before
         assert same(model(x), ref(x))
@@ -460,7 +461,7 @@ def test_shutdown_leaves_an_optimized_module_as_it_was():
     wrap(model, budget_of(model))
     x = model.example()[0]
     with torch.no_grad():
-        assert same(model(x), ref(x)) and same(copy.deepcopy(model)(x), ref(x))
+        assert same(model(x), ref(x)) and same(aligned_copy(model)(x), ref(x))
         runtime(model).shutdown()
         assert [dict(block.__dict__) for block in model.blocks] == before
         assert same(model(x), ref(x))
@@ -524,11 +525,11 @@ def test_a_parameter_that_compiled_code_assigns_is_the_modules():
             return self.lin(x)
 
     model = nn.Sequential(*[Swaps() for _ in range(4)]).requires_grad_(False)
-    fresh = nn.Parameter(torch.randn(96, 96), requires_grad=False)
+    fresh = nn.Parameter(card.there(torch.randn(96, 96)), requires_grad=False)
     for block in model:
         block.compile(backend="eager")
     wrap(model, nbytes(model) // 2)
-    x = torch.randn(2, 96)
+    x = card.there(torch.randn(2, 96))
     with torch.no_grad():
         model(x)
         model[2].other = fresh

@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 
+import card
 import pytest
 import torch
 from support import (
@@ -156,9 +157,14 @@ def test_what_changes_nothing_passes():
     ref = aligned_copy(model)
     wrap(model, tight_budget(model))
     assert model.to(runtime(model).session.target.torch) is model
-    assert model.to("cpu:1") is model  # the host, as accelerate calls it in its second process
-    assert model.cpu() is model and model.float() is model and model.to(torch.float32) is model
-    assert model.blocks[0].to("cpu") is model.blocks[0]
+    assert model.float() is model and model.to(torch.float32) is model
+    assert model.blocks[0].to(runtime(model).session.target.torch) is model.blocks[0]
+    if card.ON_CARD:  # whose weights belong elsewhere when they are used
+        with pytest.raises(stagehand.StagehandError, match="its weights stay on the host and are on cuda:0 when"):
+            model.cpu()
+    else:
+        assert model.cpu() is model and model.blocks[0].to("cpu") is model.blocks[0]
+        assert model.to("cpu:1") is model  # the host, as accelerate calls it in its second process
     assert model.eval() is model and model.train() is model and model.requires_grad_(False) is model
     seen = []
     model.apply(lambda module: seen.append(module))

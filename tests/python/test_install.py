@@ -38,6 +38,8 @@ def test_pytorch_is_an_extra_and_nothing_is_required():
     [sys.executable, "-m", "stagehand"],
 ], ids=["script", "module"])
 def test_both_ways_to_call_the_tool_are_the_same_program(command):
+    if not os.path.exists(command[0]):
+        pytest.skip(f"{command[0]} is not there: the package was installed without its scripts (pip install --target)")
     done = run(*command, "--version")
     assert done.returncode == 0, done.stderr
     assert header_version() in done.stdout

@@ -17,6 +17,7 @@ for needed in ("transformers", "accelerate", "peft"):
     pytest.importorskip(needed, reason=f"{needed} is not installed")
 
 import support as s  # noqa: E402
+from card import simulated_only  # noqa: E402
 from test_trainers import one_thread  # noqa: E402, F401: the fixture
 
 ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines=1", "--mixed_precision=no",
@@ -49,6 +50,7 @@ def same(mine: dict, theirs: dict) -> None:
         assert s.same(param, theirs[name]), name
 
 
+@simulated_only  # the launchers are told to use the CPU
 @pytest.mark.parametrize("run, build", [(run, build) for run in launched.RUNS for build in launched.BUILDS])
 def test_ranks_train_what_one_process_trains(run, build, tmp_path_factory, tmp_path):
     """And, from a checkpoint in the middle, the ranks again and one process alone."""

@@ -8,9 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import card  # noqa: E402
 from file_support import (  # noqa: E402
     BLOCKS, Stack, TinyLM, made, nbytes, open_files, same_state, save, save_sharded, sim, state, tight_budget,
 )
+from support import aligned_copy, same  # noqa: E402
 from torch import nn  # noqa: E402
 
 import stagehand  # noqa: E402
@@ -20,8 +22,9 @@ from stagehand.modes.load import parameters_on_meta  # noqa: E402
 
 @pytest.fixture
 def stack(tmp_path):
-    reference = made(Stack)
-    save(tmp_path / "w.safetensors", state(reference))
+    plain = made(Stack)
+    reference = aligned_copy(plain)
+    save(tmp_path / "w.safetensors", state(plain))
     return reference, tmp_path / "w.safetensors"
 
 
@@ -80,7 +83,7 @@ def test_a_loaded_model_equals_the_reference(stack, blocks, inference_mode):
                            device=sim(budget))
     with torch.no_grad():
         for _ in range(3):
-            assert torch.equal(model(x), reference(x))
+            assert same(model(x), reference(x))
     runtime = runtime_of(model)
     stats = runtime.stats
     assert stats["copies"] > len(stats["units"])
@@ -89,7 +92,7 @@ def test_a_loaded_model_equals_the_reference(stack, blocks, inference_mode):
     assert same_state(model, reference)
     runtime.shutdown()
     with torch.no_grad():
-        assert torch.equal(model(x), reference(x))
+        assert same(model(x), reference(x))
     assert open_files(path.parent) == []
 
 
@@ -98,10 +101,10 @@ def test_shards_and_a_module_that_is_on_meta_already(tmp_path):
     save_sharded(tmp_path, state(reference), 4)
     with torch.device("meta"):
         built = Stack()
-    model = stagehand.load(built, tmp_path, vram_budget=1 << 20, device="sim")
+    model = stagehand.load(built, tmp_path, vram_budget=1 << 20, device=card.NAME)
     assert model is built
     x = torch.randn(2, 64)
-    assert torch.equal(model(x), reference(x))
+    assert same(model(x), reference(x))
     runtime_of(model).shutdown()
 
 
@@ -120,13 +123,13 @@ def test_every_parameter_gets_its_own_values_and_tied_ones_share(tmp_path):
 
     reference = made(Odd)
     save(tmp_path / "w.safetensors", state(reference))
-    model = stagehand.load(Odd, tmp_path / "w.safetensors", vram_budget=nbytes(reference) + (1 << 16), device="sim")
+    model = stagehand.load(Odd, tmp_path / "w.safetensors", vram_budget=nbytes(reference) + (1 << 16), device=card.NAME)
     assert model.head.weight is model.embed.weight
     assert model.empty[0].shape == (0,) and model.empty[1].shape == (0, 3) and model.scalar.shape == ()
     assert same_state(model, reference)
     ids = torch.randint(0, 500, (2, 4))
     for _ in range(2):
-        assert torch.equal(model(ids), reference(ids))
+        assert same(model(ids), reference(ids))
     assert sum(u["name"] in ("embed", "head") for u in runtime_of(model).stats["units"]) == 1
     runtime_of(model).shutdown()
 
@@ -143,12 +146,12 @@ def test_a_recurrent_net_sees_the_loaded_weights(tmp_path):
 
     reference = made(Net)
     save(tmp_path / "w.safetensors", state(reference))
-    model = stagehand.load(Net, tmp_path / "w.safetensors", vram_budget="4MiB", device="sim")
+    model = stagehand.load(Net, tmp_path / "w.safetensors", vram_budget="4MiB", device=card.NAME)
     x = torch.randn(5, 2, 8)
     for _ in range(2):
-        assert torch.equal(model(x), reference(x))
+        assert same(model(x), reference(x))
     runtime_of(model).shutdown()
-    assert torch.equal(model(x), reference(x))
+    assert same(model(x), reference(x))
 
 
 class Normed(Stack):
@@ -165,14 +168,14 @@ def test_buffers_come_from_the_file_or_from_building(tmp_path):
     reference = made(Normed).eval()
     reference.bn.running_mean.normal_()
     save(tmp_path / "w.safetensors", state(reference))
-    model = stagehand.load(lambda: Normed().eval(), tmp_path / "w.safetensors", vram_budget=1 << 20, device="sim")
+    model = stagehand.load(lambda: Normed().eval(), tmp_path / "w.safetensors", vram_budget=1 << 20, device=card.NAME)
     x = torch.randn(3, 64)
-    assert torch.equal(model(x), reference(x))
+    assert same(model(x), reference(x))
     runtime_of(model).shutdown()
     with torch.device("meta"):
         built = Normed()
     with pytest.raises(StagehandError, match="buffer table is on the meta device"):
-        stagehand.load(built, tmp_path / "w.safetensors", vram_budget=1 << 20, device="sim")
+        stagehand.load(built, tmp_path / "w.safetensors", vram_budget=1 << 20, device=card.NAME)
     assert all(p.is_meta for p in built.parameters()) and all(b.is_meta for b in built.buffers())
 
 
@@ -203,7 +206,7 @@ def test_what_does_not_fit_is_named_and_leaves_a_given_module_alone(stack, chang
         built = Stack()
     before = list(built.parameters())
     with pytest.raises(error, match=words) as caught:
-        stagehand.load(built, path, vram_budget=1 << 20, device="sim")
+        stagehand.load(built, path, vram_budget=1 << 20, device=card.NAME)
     assert "w.safetensors" in str(caught.value)
     after = list(built.parameters())
     assert len(after) == len(before) and all(a is b for a, b in zip(after, before))
@@ -215,7 +218,7 @@ def test_leftovers_may_be_allowed(stack):
     reference, path = stack
     changed(path, reference, lambda t: t.update({"stray": torch.zeros(3)}))
     with pytest.warns(RuntimeWarning, match="does not use: stray"):
-        model = stagehand.load(Stack, path, vram_budget=1 << 20, device="sim", strict=False)
+        model = stagehand.load(Stack, path, vram_budget=1 << 20, device=card.NAME, strict=False)
     runtime_of(model).shutdown()
 
 
@@ -226,7 +229,7 @@ def test_a_budget_that_is_too_small_is_refused(stack, blocks):
         built = Stack()
     before = set(built.__dict__)
     with pytest.raises(StagehandOOMError, match="smallest budget|no room"):
-        stagehand.load(built, path, vram_budget=50 * 1024, blocks=blocks, device="sim")
+        stagehand.load(built, path, vram_budget=50 * 1024, blocks=blocks, device=card.NAME)
     assert all(p.is_meta for p in built.parameters()) and set(built.__dict__) == before
     assert open_files(path.parent) == []
 
@@ -236,11 +239,12 @@ def test_dtype_is_what_the_file_must_have(tmp_path):
     save(tmp_path / "w.safetensors", state(reference))
     x = torch.randn(2, 64, dtype=torch.bfloat16)
     with pytest.raises(DtypeMismatchError, match="build the model in torch.bfloat16"):
-        stagehand.load(Stack, tmp_path / "w.safetensors", device="sim")
+        stagehand.load(Stack, tmp_path / "w.safetensors", device=card.NAME)
     with pytest.raises(DtypeMismatchError, match="keep the file's dtype"):
-        stagehand.load(Stack, tmp_path / "w.safetensors", dtype=torch.float16, device="sim")
-    model = stagehand.load(Stack, tmp_path / "w.safetensors", dtype=torch.bfloat16, vram_budget=1 << 20, device="sim")
-    assert torch.equal(model(x), reference(x))
+        stagehand.load(Stack, tmp_path / "w.safetensors", dtype=torch.float16, device=card.NAME)
+    model = stagehand.load(Stack, tmp_path / "w.safetensors", dtype=torch.bfloat16, vram_budget=1 << 20,
+                           device=card.NAME)
+    assert same(model(x), reference(x))
     runtime_of(model).shutdown()
 
 

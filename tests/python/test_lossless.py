@@ -382,6 +382,7 @@ def test_units_stay_on_the_device_packed_where_the_link_is_the_bound(mode):
     runtime.shutdown()
 
 
+@card.simulated_only  # its link's time is virtual
 @pytest.mark.parametrize("share", [0.3, 0.9])
 def test_host_memory_is_taken_for_units_that_stream_or_stay_packed_alone(share):
     """Where nearly all fits some units are left as they are, and take no memory beside their masters."""

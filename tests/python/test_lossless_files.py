@@ -235,7 +235,7 @@ def test_layer_mode_takes_it_as_source_and_keeps_its_bytes(tmp_path):
     stats = runtime.stats
     packed = sum(unit["transfer_bytes"] for unit in stats["units"])
     assert stats["file_bytes"] == before and 0.9 * packed < stats["ram_bytes"] < 1.2 * packed
-    assert before < 0.8 * nbytes(plain)
+    assert before < (1 if card.ON_CARD else 0.8) * nbytes(plain)  # slabs that a new plan gives up are read again
     runtime.shutdown()
 
 

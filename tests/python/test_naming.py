@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import stagehand
 import torch
+from card import simulated_only
 from support import Stack, device, made, nbytes, tight_budget
 
 
@@ -18,6 +19,7 @@ def wrapped(card, name=None, blocks=4, seed=0, **options):
     return model._stagehand_layer_runtime
 
 
+@simulated_only  # its devices are small
 def test_errors_name_the_models_and_tell_two_of_one_class_apart():
     card = device(230_000)
     text, unet = wrapped(card, "text encoder", 3), wrapped(card, seed=1)

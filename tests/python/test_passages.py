@@ -2,6 +2,7 @@
 
 from collections import OrderedDict, namedtuple
 
+import card
 import pytest
 import torch
 from support import aligned_copy, nbytes, runtime, same, wrap
@@ -62,7 +63,7 @@ def pair():
 
 
 def trained(model):
-    x = torch.ones(3, WIDTH, requires_grad=True)
+    x = torch.ones(3, WIDTH, requires_grad=True, device=card.TORCH)
     out = model(x)
     out.square().sum().backward()
     return [out, x.grad]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import types
 
+import card
 import pytest
 import torch
 from support import Stack, aligned_copy, made, nbytes, same, threads
@@ -30,7 +31,8 @@ class Vae(nn.Module):
 
 
 class Pipe:
-    def __init__(self):
+    def __init__(self, device="cpu"):
+        self.device = device
         self.text, self.image, self.vae = made(Busy, 10, 64), made(Busy, 24, 64), made(Vae)
         self.text.row, self.image.row, self.vae.decoder.row = 10 * KB, 25 * KB, 250 * KB
         self.components = {"vae": self.vae, "text": self.text, "image": self.image, "scheduler": object()}
@@ -40,6 +42,7 @@ class Pipe:
 
     def __call__(self, x, steps=STEPS):
         with torch.no_grad():
+            x = x.to(self.device)
             x = x + self.text(x)
             for _ in range(steps):
                 x = x + self.image(x).tanh()
@@ -49,7 +52,7 @@ class Pipe:
 @pytest.fixture
 def pair():
     """(pipeline, reference, what of them has activations)."""
-    pipe, plain = Pipe(), Pipe()
+    pipe, plain = Pipe(), Pipe(card.TORCH)
     for name in ("text", "image", "vae"):
         setattr(plain, name, aligned_copy(getattr(pipe, name)))
     with threads(1):

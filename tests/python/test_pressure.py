@@ -18,6 +18,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import stagehand  # noqa: E402
+from card import forks, simulated_only  # noqa: E402
 from endings import wait_for  # noqa: E402
 from file_support import save, state  # noqa: E402
 from stagehand import _core  # noqa: E402
@@ -58,11 +59,13 @@ class Wrapped:
 
 
 SIZE = nbytes(made(Stack, 6, 48))
+small = simulated_only  # the device's memory, or what it may pin, is so little that a neighbour takes most of it
 
 
 # ---------------------------------------------------------------------- device memory
 
 
+@small
 @pytest.mark.parametrize("share", [0.2, 0.4, 0.6])
 def test_a_budget_that_others_have_taken_a_part_of_comes_back(share):
     card = device(SIZE + 8192, virtual_time=True)
@@ -81,6 +84,7 @@ def test_a_budget_that_others_have_taken_a_part_of_comes_back(share):
     assert card.info()["memory_free"] == card.info()["memory_total"]
 
 
+@small
 def test_a_device_that_says_no_again_is_asked_less_and_less_often(monkeypatch):
     seconds = itertools.count(step=0.5)
     monkeypatch.setattr(given.Given, "clock", lambda self: int(next(seconds) * 1e9))
@@ -98,6 +102,7 @@ def test_a_device_that_says_no_again_is_asked_less_and_less_often(monkeypatch):
     assert it.core.stats()["budget"] == SIZE and it.streams == 0
 
 
+@small
 def test_too_little_is_an_error_that_says_how_much_and_the_model_is_plain():
     card = device(SIZE + 8192, virtual_time=True)
     neighbour = card.empty(int(SIZE * 0.97))
@@ -115,6 +120,7 @@ def test_too_little_is_an_error_that_says_how_much_and_the_model_is_plain():
         model(x)
 
 
+@small
 @pytest.mark.parametrize("budget", [None, SIZE, SIZE // 2], ids=["found", "all", "half"])
 def test_neighbours_come_and_go_between_steps(budget):
     """Amounts from a seed, up to all that is free; two models take turns, so that places are made and let go of,
@@ -160,6 +166,7 @@ class Pins:
         self.pool = _core.Pool(nbytes, nbytes, device=device)
 
 
+@small
 @pytest.mark.parametrize("room", [0, 4096, 65536])
 def test_a_limit_of_pinned_memory_that_others_reach(room):
     """Masters, gradients and activations are pageable then, and right; what is opened when the pins are gone is
@@ -314,6 +321,7 @@ def whole(tmp_path_factory):
 MIB = 1 << 20
 
 
+@forks
 def test_address_space_that_ends(whole):
     rooms = [0, MIB // 4, MIB, 3 * MIB, 9 * MIB, 20 * MIB, 64 * MIB, 600 * MIB][::1 if FULL else 3] + [800 * MIB]
 
@@ -331,11 +339,13 @@ def test_address_space_that_ends(whole):
     in_child(work)
 
 
+@forks
 def test_no_memory_may_be_locked(whole):
     """io_uring and pins of other systems live by it."""
     in_child(lambda: (resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0)), whole.works()))
 
 
+@forks
 def test_files_that_cannot_be_opened(whole):
     """The load fails by name with too few, and works with enough; nothing stays open."""
 

@@ -6,6 +6,7 @@ import io
 import os
 import random
 
+import card
 import pytest
 import stagehand
 import torch
@@ -14,7 +15,7 @@ from quant_models import FORMS, FOUR_BITS, PACKED, differing_weights, layers_of,
 from stagehand import CheckpointError, DtypeMismatchError, StagehandError, _core
 from stagehand.weights.fileweight import FileWeight
 from support import (
-    HostMasterGuard, Stack, TinyLM, aligned_copy, made, nbytes, random_model, runtime, same, smallest_budget)
+    HostMasterGuard, Stack, TinyLM, aligned_copy, at_rest, made, nbytes, random_model, runtime, same, smallest_budget)
 from torch import nn
 
 ENCODINGS = {"svdquant": "int4-group", "svdquant-smooth": "int4-group", "hybrid": "int4-row-hadamard",
@@ -40,7 +41,7 @@ def check(model, ref, x, passes=4, guard=True):
         want = ref(x)
         for _ in range(passes):
             with HostMasterGuard(model) if guard else torch.no_grad():
-                assert torch.equal(model(x), want)
+                assert same(model(x), want)
 
 
 # ---- values
@@ -51,13 +52,13 @@ def check(model, ref, x, passes=4, guard=True):
 def test_results_are_those_of_the_decoded_weights(tmp_path, form, dtype):
     plain, x = stack(dtype), torch.randn(3, D, dtype=dtype)
     path = write(tmp_path, plain, form)
-    ref, kwargs = resident(plain, path), {"vram_budget": half(plain), "device": "sim", "inference_mode": True}
+    ref, kwargs = resident(plain, path), {"vram_budget": half(plain), "device": card.NAME, "inference_mode": True}
     if form == "v1":  # holds layers alone: the rest stays what the model has
         model = stagehand.layer(copy.deepcopy(plain), source=path, **kwargs)
     else:
         model = stagehand.load(build(dtype), path, **kwargs)
     weights = {f"{name}.weight" for name in layers_of(plain)}
-    assert not torch.equal(ref(x), plain(x))
+    assert not torch.equal(*at_rest((ref(x), plain(x))))
     check(model, ref, x)
     told, stats = runtime(model).quantised, runtime(model).stats
     assert set(told["files"] if form in PACKED else told["decoded"]) == weights
@@ -84,7 +85,7 @@ def test_results_are_those_of_the_decoded_weights(tmp_path, form, dtype):
 def test_rows_of_any_length_stay_packed(tmp_path, columns):
     plain, x = made(Stack, 8, columns, 1), torch.randn(3, columns)
     path = write(tmp_path, plain, "v2-narrow")  # rows of so many codes
-    model = stagehand.load(lambda: Stack(8, columns, 1), path, vram_budget=half(plain), device="sim")
+    model = stagehand.load(lambda: Stack(8, columns, 1), path, vram_budget=half(plain), device=card.NAME)
     check(model, resident(plain, path), x)
     assert runtime(model).quantised["files"]["inp.weight"] == "int8-row"
     runtime(model).shutdown()
@@ -95,7 +96,7 @@ def test_blocks_and_what_is_outside_of_them(tmp_path, form):
     plain, x = stack(), torch.randn(3, D)
     path = write(tmp_path, plain, form, leave=("blocks.1.up",))
     ref = resident(plain, path)
-    model = stagehand.load(build(), path, vram_budget=half(plain) + (512 << 10), blocks=BLOCKS, device="sim")
+    model = stagehand.load(build(), path, vram_budget=half(plain) + (512 << 10), blocks=BLOCKS, device=card.NAME)
     opened = model._stagehand_runtime
     told = opened.quantised
     assert set(told["files"]) == {f"blocks.{i}.{part}.weight" for i, part in (
@@ -106,12 +107,12 @@ def test_blocks_and_what_is_outside_of_them(tmp_path, form):
 
     model = copy.deepcopy(plain)
     opened = stagehand.StagehandRuntime(model, stagehand.StagehandConfig(vram_budget=half(plain) + (512 << 10)), BLOCKS,
-                                        inference_mode=True, device="sim")
+                                        inference_mode=True, device=card.NAME)
     opened.convert_registry_to_file_backed(path)
     with torch.no_grad(), opened.managed_forward():
         outside = resident(plain, path)
         outside.inp, outside.out = aligned_copy(plain).inp, aligned_copy(plain).out
-        assert torch.equal(model(x), outside(x))
+        assert same(model(x), outside(x))
     told = opened.quantised
     assert len(told["files"]) == 5 and not told["decoded"], told
     opened.shutdown()
@@ -147,7 +148,7 @@ def test_layers_of_many_segments(tmp_path, form, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", FOUR_BITS)
 def test_every_bit_of_the_weights_is_the_decoders(tmp_path, form, dtype):
-    wrong, told, stats = differing_weights(tmp_path, form, dtype, "sim")
+    wrong, told, stats = differing_weights(tmp_path, form, dtype, card.NAME)
     assert not wrong and not told["decoded"] and len(told["files"]) >= 4 and stats["host_bytes"] == 0
 
 
@@ -182,7 +183,7 @@ def test_mixed_sources_in_one_model(tmp_path):
     ref = resident(plain, path)
     model = copy.deepcopy(plain)
     with pytest.warns(RuntimeWarning, match="c.weight, c.bias have no tensor"):
-        stagehand.layer(model, source=path, vram_budget=half(plain), inference_mode=True, device="sim")
+        stagehand.layer(model, source=path, vram_budget=half(plain), inference_mode=True, device=card.NAME)
     check(model, ref, *plain.example())
     kinds = {unit.name: (unit.in_file, unit.packed) for unit in runtime(model).session.units}
     assert kinds == {"a": (True, True), "b": (True, False), "c": (False, False), "d": (True, True),
@@ -194,7 +195,7 @@ def test_mixed_sources_in_one_model(tmp_path):
 def test_what_the_file_holds_in_another_dtype_is_converted_once(tmp_path):
     plain = stack()
     path = write(tmp_path, plain, "v2")
-    kwargs = {"vram_budget": 1 << 20, "device": "sim"}
+    kwargs = {"vram_budget": 1 << 20, "device": card.NAME}
     model = stagehand.load(build(torch.bfloat16), path, **kwargs)
     # A decoded value rounded twice is the same value rounded once: float32 first.
     ref = resident(plain, path).bfloat16()
@@ -219,7 +220,7 @@ def test_random_models(tmp_path, seed):
     ref, x = resident(plain, path), plain.example()
     model = copy.deepcopy(plain)
     budget = max(half(plain), smallest_budget(plain) + (64 << 10))
-    stagehand.layer(model, source=path, vram_budget=budget, device="sim", inference_mode=True)
+    stagehand.layer(model, source=path, vram_budget=budget, device=card.NAME, inference_mode=True)
     with torch.no_grad():
         want = ref(*x)
         for _ in range(3):
@@ -230,12 +231,13 @@ def test_random_models(tmp_path, seed):
 def test_tied_weights_are_one(tmp_path):
     plain = made(TinyLM, 300, 64, 2)
     path = write(tmp_path, plain, "v2", without=("embed.weight",))
+    ref = copy.deepcopy(plain)
     with torch.no_grad():
-        ref = aligned_copy(plain)
         _core.QuantFile(path).decode("head", "F32", ref.head.weight.data_ptr())
         for name, module in layers_of(ref).items():
             _core.QuantFile(path).decode(name, "F32", module.weight.data_ptr())
-    model = stagehand.load(lambda: TinyLM(300, 64, 2), path, vram_budget=half(plain), device="sim", strict=False)
+    ref = aligned_copy(ref)
+    model = stagehand.load(lambda: TinyLM(300, 64, 2), path, vram_budget=half(plain), device=card.NAME, strict=False)
     tied = [p for p in model.parameters() if p.shape == plain.head.weight.shape]
     assert len(tied) == (1 if plain.head.weight is plain.embed.weight else 2)
     check(model, ref, *plain.example())
@@ -251,11 +253,11 @@ def test_a_packed_file_without_its_manifest_says_what_is_missing(tmp_path, form)
     else:
         os.rename(tmp_path / "model.manifest.json", tmp_path / "elsewhere.json")
         said = f"put its manifest back to {tmp_path / 'model.manifest.json'}"
-    kwargs = {"vram_budget": half(plain), "device": "sim", "inference_mode": True}
+    kwargs = {"vram_budget": half(plain), "device": card.NAME, "inference_mode": True}
 
     def convert():
         config = stagehand.StagehandConfig(vram_budget=half(plain))
-        runtime = stagehand.StagehandRuntime(stack(), config, BLOCKS, device="sim", inference_mode=True)
+        runtime = stagehand.StagehandRuntime(stack(), config, BLOCKS, device=card.NAME, inference_mode=True)
         runtime.convert_registry_to_file_backed(path, strict=False)
 
     ways = [lambda: stagehand.load(build(), path, **kwargs), lambda: stagehand.layer(stack(), source=path, **kwargs),
@@ -280,7 +282,7 @@ def test_a_model_with_such_names_of_its_own_is_no_packed_file(tmp_path):
     path, x = tmp_path / "m.safetensors", torch.randn(3, D)
     save(path, dict(plain.state_dict()))
     model = stagehand.load(lambda: nn.Sequential(Codes(), nn.Linear(D, D), Codes()), path, vram_budget=nbytes(plain),
-                           device="sim")
+                           device=card.NAME)
     check(model, plain, x)
     runtime(model).shutdown()
 
@@ -292,7 +294,7 @@ def test_a_model_with_such_names_of_its_own_is_no_packed_file(tmp_path):
 def loaded(tmp_path):
     plain = stack()
     path = write(tmp_path, plain, "v2-zeros")
-    model = stagehand.load(build(), path, vram_budget=half(plain), device="sim")
+    model = stagehand.load(build(), path, vram_budget=half(plain), device=card.NAME)
     yield model, resident(plain, path), torch.randn(3, D), path
     if "_stagehand_layer_runtime" in model.__dict__:
         runtime(model).shutdown()
@@ -307,12 +309,12 @@ def test_copies_and_pickles_are_plain_and_right(loaded):
     file.seek(0)
     for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         assert all(type(p) is nn.Parameter for p in twin.parameters())
-        assert torch.equal(aligned_copy(twin)(x), ref(x))
-    assert torch.equal(weight + 1, ref.blocks[0].up.weight + 1) and torch.equal(weight.data, ref.blocks[0].up.weight)
-    assert torch.equal(weight[2:5], ref.blocks[0].up.weight[2:5]) and weight.shape == (D, D)
-    assert torch.equal(weight.t()[1:].clone(), ref.blocks[0].up.weight.t()[1:])
+        assert same(aligned_copy(twin)(x), ref(x))
+    assert same(weight + 1, ref.blocks[0].up.weight + 1) and same(weight.data, ref.blocks[0].up.weight)
+    assert same(weight[2:5], ref.blocks[0].up.weight[2:5]) and weight.shape == (D, D)
+    assert same(weight.t()[1:].clone(), ref.blocks[0].up.weight.t()[1:])
     assert not isinstance(weight.data, nn.Parameter)
-    assert torch.equal(torch.stack([weight.data, weight]).mean(0), ref.blocks[0].up.weight)
+    assert same(torch.stack([weight.data, weight]).mean(0), ref.blocks[0].up.weight)
     check(model, ref, x)
 
 
@@ -326,9 +328,9 @@ def test_writes_are_refused(loaded):
     for write_to in (weight.data, weight.data[3], weight.view(-1)[:7], weight.t(), weight.data.unbind()[2]):
         with torch.no_grad(), pytest.raises(StagehandError, match="blocks.0.up.weight .* cannot be written"):
             write_to.zero_()
-    summed, value = torch.zeros(D, D), ref.blocks[0].up.weight
+    summed, value = torch.zeros(D, D), at_rest(ref.blocks[0].up.weight)
     assert type(summed.add_(weight)) is torch.Tensor and type(torch.mm(weight, value, out=summed)) is torch.Tensor
-    assert torch.equal(summed, value @ value)
+    assert same(summed, value @ value)
     copied = weight.detach()
     copied.zero_()  # is memory of its own, as in a state_dict
     check(model, ref, x)
@@ -363,7 +365,7 @@ def test_a_state_that_cannot_be_loaded_changes_nothing(tmp_path, form, where):
     path = str(tmp_path / "full.safetensors") if "full" in form else write(tmp_path, plain, form)
     if "full" in form:
         save(path, dict(plain.state_dict()))
-    model = stagehand.load(build(), path, vram_budget=half(plain), device="sim", transfer=sent)
+    model = stagehand.load(build(), path, vram_budget=half(plain), device=card.NAME, transfer=sent)
     with torch.no_grad():
         want, before = model(x), {name: value.clone() for name, value in model.state_dict().items()}
     others = {"model": model, "a block": model.blocks[0]}
@@ -376,12 +378,12 @@ def test_a_state_that_cannot_be_loaded_changes_nothing(tmp_path, form, where):
             loaded.load_state_dict(state, strict=strict)
     assert all(same(value, before[name]) for name, value in model.state_dict().items())
     with torch.no_grad():
-        assert torch.equal(model(x), want)
+        assert same(model(x), want)
     loaded.load_state_dict({name: value for name, value in state.items() if value.ndim < 2}, strict=False)
     changed = [name for name, value in model.state_dict().items() if not same(value, before[name])]
     assert changed and all(before[name].ndim < 2 for name in changed)
     with torch.no_grad():
-        assert not torch.equal(model(x), want)
+        assert not torch.equal(*at_rest((model(x), want)))
     runtime(model).shutdown()
     assert "_load_from_state_dict" not in vars(model)
 
@@ -394,7 +396,7 @@ def test_training_a_weight_of_the_file_is_refused_or_decoded(loaded):
     model.blocks[1].up.weight.requires_grad_(False)
     check(model, ref, x)
 
-    trained = stagehand.load(build(), path, vram_budget=half(ref), device="sim", inference_mode=False)
+    trained = stagehand.load(build(), path, vram_budget=half(ref), device=card.NAME, inference_mode=False)
     told = runtime(trained).quantised
     assert not told["files"] and told["decoded"]["inp.weight"] == {"reason": "it trains", "bytes": 4 * D * D}
     ref.requires_grad_(True)
@@ -407,21 +409,21 @@ def test_training_a_weight_of_the_file_is_refused_or_decoded(loaded):
 def test_a_model_can_be_wrapped_again_after_shutdown(loaded):
     model, ref, x, path = loaded
     runtime(model).shutdown()
-    stagehand.layer(model, vram_budget=half(ref), device="sim")  # all of it in RAM now
+    stagehand.layer(model, vram_budget=half(ref), device=card.NAME)  # all of it in RAM now
     assert all(type(p) is nn.Parameter for p in model.parameters())
     check(model, ref, x)
     runtime(model).shutdown()
-    stagehand.layer(model, source=path, vram_budget=half(ref), device="sim")
+    stagehand.layer(model, source=path, vram_budget=half(ref), device=card.NAME)
     check(model, ref, x)
     runtime(model).shutdown()
     model.to(torch.float64)
-    assert torch.equal(model.inp.weight, ref.inp.weight.double())
+    assert same(model.inp.weight, ref.inp.weight.double())
 
 
 def test_files_are_closed_with_the_last_weight(tmp_path):
     plain = stack()
     path = write(tmp_path, plain, "v2")
-    model = stagehand.load(build(), path, vram_budget=half(plain), device="sim")
+    model = stagehand.load(build(), path, vram_budget=half(plain), device=card.NAME)
     runtime(model).shutdown()
     assert open_files(tmp_path), "the weights are there and nowhere else"
     del model
@@ -434,7 +436,7 @@ def test_a_failure_leaves_the_model_as_it_was(tmp_path):
     path, model = write(tmp_path, plain, "v2"), copy.deepcopy(plain)
     before = list(model.parameters())
     with pytest.raises(stagehand.StagehandOOMError):
-        stagehand.layer(model, source=path, vram_budget=1000, device="sim")
+        stagehand.layer(model, source=path, vram_budget=1000, device=card.NAME)
     assert all(a is b for a, b in zip(model.parameters(), before)) and open_files(tmp_path) == []
     assert all(same(p, q) for p, q in zip(model.parameters(), plain.parameters()))
 
@@ -465,7 +467,7 @@ def test_lora_over_frozen_weights_trains(tmp_path, form):
     plain = stack()
     path = write(tmp_path, plain, form)
     ref, model = adapted(resident(plain, path)), adapted(copy.deepcopy(plain))
-    stagehand.layer(model, source=path, vram_budget=half(plain) + (200 << 10), device="sim")
+    stagehand.layer(model, source=path, vram_budget=half(plain) + (200 << 10), device=card.NAME)
     told = runtime(model).quantised
     assert len(told["files"]) >= 6
     losses = []
@@ -479,7 +481,7 @@ def test_lora_over_frozen_weights_trains(tmp_path, form):
             optimizer.step()
             optimizer.zero_grad()
             losses[-1].append(loss.detach())
-    assert losses[0] == losses[1] and losses[0][-1] != losses[0][0]
+    assert same(losses[0], losses[1]) and losses[0][-1] != losses[0][0]
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert len(trained) == 12 and all(same(p, dict(ref.named_parameters())[name]) for name, p in trained.items())
     runtime(model).shutdown()
@@ -493,7 +495,7 @@ def test_ram_budget_keeps_packed_bytes(tmp_path, form):
     plain, x = stack(), torch.randn(3, D)
     path = write(tmp_path, plain, form)
     ref = resident(plain, path)
-    model = stagehand.load(build(), path, vram_budget=half(plain), ram_budget="1GB", device="sim")
+    model = stagehand.load(build(), path, vram_budget=half(plain), ram_budget="1GB", device=card.NAME)
     check(model, ref, x, 3)
     before = runtime(model).stats
     check(model, ref, x, 3)
@@ -521,7 +523,8 @@ def test_transfer_beside_a_quantised_file(tmp_path):
     """What the file holds in few bits stays as it is; what it holds in full is quantised as the user asked."""
     plain, x = stack(), torch.randn(3, D)
     path = write(tmp_path, plain, "v2", leave=("inp", "blocks.0.up"))
-    model = stagehand.load(build(), path, vram_budget=nbytes(plain) // 4 + (160 << 10), device="sim", transfer="fp8")
+    model = stagehand.load(build(), path, vram_budget=nbytes(plain) // 4 + (160 << 10), device=card.NAME,
+                           transfer="fp8")
     told = runtime(model).quantised
     assert "blocks.1.up.weight" in told["files"] and told["encoding"] == "fp8"
     assert told["left"]["blocks.1.up.weight"] == "its file holds it in few bits already"
@@ -542,7 +545,7 @@ def test_a_large_decoded_share_is_said(tmp_path, monkeypatch):
     plain = stack()
     path = write(tmp_path, plain, "svdquant-fine")
     with pytest.warns(RuntimeWarning, match="16 tensors of .* are decoded into .* of host memory.*no multiple of 16"):
-        model = stagehand.load(build(), path, vram_budget=half(plain), device="sim")
+        model = stagehand.load(build(), path, vram_budget=half(plain), device=card.NAME)
     runtime(model).shutdown()
 
 
@@ -585,11 +588,11 @@ def test_another_file_of_its_name_changes_nothing(tmp_path):
     plain, x = stack(), torch.randn(3, D)
     path = write(tmp_path, plain, "v2")
     ref = resident(plain, path)
-    model = stagehand.load(build(), path, vram_budget=half(plain), device="sim")
+    model = stagehand.load(build(), path, vram_budget=half(plain), device=card.NAME)
     os.mkdir(tmp_path / "other")
     os.replace(write(tmp_path / "other", made(Stack, 3, D, 1, seed=9), "v2"), path)
     check(model, ref, x)
-    assert torch.equal(model.state_dict()["inp.weight"], ref.inp.weight)
+    assert same(model.state_dict()["inp.weight"], ref.inp.weight)
     runtime(model).shutdown()
 
 
@@ -601,7 +604,7 @@ def test_a_scale_that_is_not_finite_is_named(tmp_path):
     at = data.index(scale) + 4 * 7
     path.write_bytes(data[:at] + b"\x00\x00\xc0\x7f" + data[at + 4:])
     with pytest.raises(CheckpointError, match=rf"model.safetensors.*blocks.1.up.scale.*byte {at}.*not finite"):
-        stagehand.load(build(), path, vram_budget=half(plain), device="sim")
+        stagehand.load(build(), path, vram_budget=half(plain), device=card.NAME)
     assert open_files(tmp_path) == []
 
 
@@ -627,7 +630,7 @@ def test_numbers_that_cannot_be_are_named(tmp_path, form, part, bad, why):
         data.seek(at)
         data.write(bad)
     with pytest.raises(CheckpointError, match=rf"{part}.*byte {at}.*{why}"):
-        stagehand.load(build(), path, vram_budget=half(plain), device="sim")
+        stagehand.load(build(), path, vram_budget=half(plain), device=card.NAME)
     assert open_files(tmp_path) == []
 
 
@@ -635,7 +638,7 @@ def test_factors_as_large_as_the_weight_are_decoded(tmp_path):
     """What a file says of its rank makes no stage larger than a weight."""
     plain, x = made(Stack, 3, D, 1), torch.randn(3, D)
     path = write(tmp_path, plain, "svdquant", rank=128)
-    model = stagehand.load(build(), path, vram_budget=half(plain), device="sim")
+    model = stagehand.load(build(), path, vram_budget=half(plain), device=card.NAME)
     check(model, resident(plain, path), x)
     told = runtime(model).quantised
     assert not told["files"] and "as large as the weight" in told["decoded"]["inp.weight"]["reason"]

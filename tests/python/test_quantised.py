@@ -2,12 +2,13 @@
 
 import copy
 
+import card
 import pytest
 import stagehand
 import torch
 from file_support import save
 from stagehand import _core
-from support import HostMasterGuard, Stack, TinyLM, aligned_copy, made, nbytes, same
+from support import HostMasterGuard, Stack, TinyLM, aligned_copy, at_rest, made, nbytes, same
 from torch import nn
 
 ENCODINGS = ("int8", "fp8", "int4")
@@ -49,7 +50,7 @@ def wrapped(model, encoding, **kwargs):
     """The model under layer mode, its runtime, and the reference for it."""
     plain = copy.deepcopy(model)
     kwargs.setdefault("vram_budget", budget_of(model))
-    kwargs.setdefault("device", "sim")
+    kwargs.setdefault("device", card.NAME)
     stagehand.layer(model, transfer=encoding, **kwargs)
     runtime = model._stagehand_layer_runtime
     names = list(runtime.quantised["error"])
@@ -66,18 +67,18 @@ def test_results_are_those_of_the_decoded_weights(encoding, dtype):
     assert len(names) >= 3 and all(name.endswith("weight") for name in names)
     with torch.no_grad():
         want = ref(x)
-        assert not torch.equal(want, reference(ref, (), encoding)(x + 1))
+        assert not torch.equal(*at_rest((want, reference(ref, (), encoding)(x + 1))))
         for _ in range(4):
             with HostMasterGuard(model):
-                assert torch.equal(model(x), want)
+                assert same(model(x), want)
     errors = runtime.quantised["error"]
     low, high = {"int8": (1e-3, 0.01), "fp8": (0.01, 0.04), "int4": (0.03, 0.15)}[encoding]
     assert all(low < error < high for error in errors.values())
     state = model.state_dict()  # masters stay what they were
-    assert all(torch.equal(state[name], before[name]) for name in before)
+    assert all(same(state[name], before[name]) for name in before)
     runtime.shutdown()
     with torch.no_grad():
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert all(same(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_what_crosses_is_counted_and_what_stays_is_named():
@@ -105,11 +106,11 @@ def test_the_choice_stays_when_plans_change():
     runtime, names, ref = wrapped(model, "int8", vram_budget=budget_of(model, 0.8))
     with torch.no_grad():
         want = ref(x)
-        assert torch.equal(model(x), want)
+        assert same(model(x), want)
         runtime.set_vram_budget(budget_of(model, 0.4))
-        assert torch.equal(model(x), want)
+        assert same(model(x), want)
         runtime.set_vram_budget(budget_of(model, 0.8))
-        assert torch.equal(model(x), want)
+        assert same(model(x), want)
     assert list(runtime.quantised["error"]) == names
     runtime.shutdown()
 
@@ -119,7 +120,7 @@ def test_all_resident_means_nothing_is_quantised():
     x = torch.randn(2, 96)
     runtime, names, ref = wrapped(model, "int4", vram_budget="1GB")
     with torch.no_grad():
-        assert not names and torch.equal(model(x), ref(x))
+        assert not names and same(model(x), ref(x))
     runtime.shutdown()
 
 
@@ -140,14 +141,14 @@ def test_convolutions_and_embeddings():
     x = torch.randn(2, 24, 9, 9)
     runtime, names, ref = wrapped(model, "int8", vram_budget=budget_of(model, 0.4))
     with torch.no_grad():
-        assert names and torch.equal(model(x), ref(x))
+        assert names and same(model(x), ref(x))
     assert "order" in runtime.quantised["left"]["layers.3.weight"]  # channels last
     runtime.shutdown()
     model = made(TinyLM, 400, 64)
     ids = model.example()
     runtime, names, ref = wrapped(model, "int8", vram_budget=budget_of(model, 0.4))
     with torch.no_grad():
-        assert torch.equal(model(*ids), ref(*ids))
+        assert same(model(*ids), ref(*ids))
     assert "embed.weight" not in names and "head.weight" not in names
     runtime.shutdown()
 
@@ -160,7 +161,7 @@ def test_without_kernels_the_host_expands_and_says_so():
     with pytest.warns(RuntimeWarning, match="expanded on the host.*without expansion"):
         runtime, names, ref = wrapped(model, "int8", device=device, vram_budget=budget)
     with torch.no_grad():
-        assert names and torch.equal(model(x), ref(x)) and torch.equal(model(x), ref(x))
+        assert names and same(model(x), ref(x)) and same(model(x), ref(x))
     assert all(unit["transfer_bytes"] == unit["bytes"] for unit in runtime.stats["units"])
     runtime.shutdown()
 
@@ -184,8 +185,8 @@ def test_written_weights_are_encoded_again(how):
             else:
                 weight.data.mul_(1.5)
         ref = reference(copy.deepcopy(model), names, "int8")
-        assert torch.equal(model(x), ref(x))
-        assert torch.equal(model(x), ref(x))
+        assert same(model(x), ref(x))
+        assert same(model(x), ref(x))
     runtime.shutdown()
 
 
@@ -193,7 +194,7 @@ def test_weights_that_train_are_left_out_and_named():
     model = made(Stack, 6, 96, frozen=False)
     x = torch.randn(4, 96)
     ref = aligned_copy(model)
-    stagehand.layer(model, transfer="int8", vram_budget=budget_of(model), device="sim")
+    stagehand.layer(model, transfer="int8", vram_budget=budget_of(model), device=card.NAME)
     runtime = model._stagehand_layer_runtime
     assert not runtime.quantised["error"]
     assert any("train" in reason for reason in runtime.quantised["left"].values())
@@ -269,7 +270,7 @@ def test_a_value_written_that_is_not_finite_is_an_error_that_names_its_tensor():
             for _ in range(2):
                 model(x)
         weight[3, 5] = good
-        assert torch.equal(model(x), ref(x))
+        assert same(model(x), ref(x))
     runtime.shutdown()
 
 
@@ -283,14 +284,14 @@ def test_values_that_are_not_finite_cross_in_full():
     assert "not finite" in runtime.quantised["left"]["blocks.1.up.weight"]
     x = torch.randn(2, 96)
     with torch.no_grad():
-        assert torch.equal(model(x).isnan(), ref(x).isnan())
+        assert same(model(x).isnan(), ref(x).isnan())
     runtime.shutdown()
 
 
 def test_options():
     for bad in ("int3", 8, True):
         with pytest.raises(ValueError, match="int8"):
-            stagehand.layer(made(Stack, 2, 16), transfer=bad, device="sim")
+            stagehand.layer(made(Stack, 2, 16), transfer=bad, device=card.NAME)
 
 
 def test_block_mode():
@@ -298,7 +299,7 @@ def test_block_mode():
     plain = copy.deepcopy(model)
     x = torch.randn(2, 96)
     config = stagehand.StagehandConfig(vram_budget=budget_of(model), transfer="int8")
-    runtime = stagehand.StagehandRuntime(model, config, block_pattern=r"^blocks\.\d+$", device="sim",
+    runtime = stagehand.StagehandRuntime(model, config, block_pattern=r"^blocks\.\d+$", device=card.NAME,
                                          inference_mode=True)
     with torch.no_grad():
         for _ in range(2):
@@ -307,7 +308,7 @@ def test_block_mode():
             runtime.end_step()
     names = list(runtime.quantised["error"])
     with torch.no_grad():
-        assert names and torch.equal(got, reference(plain, names, "int8")(x))
+        assert names and same(got, reference(plain, names, "int8")(x))
     runtime.shutdown()
     with pytest.raises(ValueError, match="int8"):
         stagehand.StagehandConfig(transfer="int5")
@@ -321,7 +322,7 @@ def test_conversion_chooses_and_encodes_anew():
     names = list(runtime.quantised["error"])
     x = torch.randn(2, 96, dtype=torch.bfloat16)
     with torch.no_grad():
-        assert torch.equal(model(x), reference(plain, names, "int8")(x))
+        assert same(model(x), reference(plain, names, "int8")(x))
     runtime.shutdown()
 
 
@@ -331,14 +332,14 @@ def test_a_model_from_files_is_quantised_on_the_way_in(tmp_path, encoding):
     save(tmp_path / "stack.safetensors", plain.state_dict())
     budget = budget_of(plain)
     model = stagehand.load(lambda: Stack(6, 96).eval(), tmp_path / "stack.safetensors", vram_budget=budget,
-                           device="sim", transfer=encoding)
+                           device=card.NAME, transfer=encoding)
     runtime = model._stagehand_layer_runtime
     names = list(runtime.quantised["error"])
     ref = reference(plain, names, encoding)
     x = torch.randn(3, 96)
     with torch.no_grad():
         for _ in range(3):
-            assert names and torch.equal(model(x), ref(x))
+            assert names and same(model(x), ref(x))
     assert runtime.stats["host_bytes"] < 0.5 * nbytes(plain)
     runtime.shutdown()
 
@@ -370,7 +371,7 @@ def test_packed_images_in_files(tmp_path, expand):
         for i in range(units):
             got = torch.utils.dlpack.from_dlpack(runtime.acquire(i)).view(torch.float32).view(rows, cols).clone()
             want = (q[i, :, :cols].float() - zero[i][:, None]) * scale[i][:, None]
-            assert torch.equal(got, want)
+            assert same(got, want)
         runtime.step_end()
     stats = runtime.stats()
     assert bool(stats["expand_error"]) != expand

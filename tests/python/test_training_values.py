@@ -105,13 +105,18 @@ def values(net) -> dict:
 @pytest.mark.parametrize("kind, foreach", [
     (torch.optim.SGD, True), (torch.optim.AdamW, False), (torch.optim.Adagrad, True), (torch.optim.RMSprop, False)])
 def test_optimizers(kind, foreach, before):
+    # A denominator near zero magnifies a card's rounding.
+    options = {"lr": 0.01, "foreach": foreach}
+    if card.ON_CARD and kind is not torch.optim.SGD:
+        options["eps"] = 1e-2
+
     def script(net, manage):
         log = []
         if before:
-            optimizer = kind(net.parameters(), lr=0.01, foreach=foreach)
+            optimizer = kind(net.parameters(), **options)
         manage(net)
         if not before:
-            optimizer = kind(net.parameters(), lr=0.01, foreach=foreach)
+            optimizer = kind(net.parameters(), **options)
         for _ in range(STEPS):
             step(net, optimizer, log)
         log += [state[key] for state in optimizer.state.values() for key in sorted(state)]
@@ -605,7 +610,8 @@ def test_parametrizations(norm, when):
         def register():
             torch.manual_seed(3)
             for block in net.blocks[::2]:
-                NORMS[norm](block.up)
+                home = block.up.weight.device
+            NORMS[norm](block.up.cpu()).to(home)  # its first vectors are the CPU generator's
 
         if when == "before":
             register()
@@ -632,7 +638,8 @@ def test_parametrizations(norm, when):
 def test_parametrizations_removed_again(norm):
     def script(net, manage):
         for block in net.blocks:
-            NORMS[norm](block.up)
+            home = block.up.weight.device
+            NORMS[norm](block.up.cpu()).to(home)  # its first vectors are the CPU generator's
         manage(net)
         optimizer, log = sgd(net), []
         for _ in range(2):

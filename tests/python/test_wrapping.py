@@ -14,9 +14,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+import card  # noqa: E402
 import stagehand  # noqa: E402
 from stagehand.weights.wrapping import inside  # noqa: E402
-from support import Stack, device, made, needs_regions, runtime, same, with_adapters, wrap  # noqa: E402
+from support import Stack, device, made, near, needs_regions, runtime, same, with_adapters, wrap  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from wrapping_support import Raised, Rows, aligned, held, quantised, stack  # noqa: E402
@@ -242,12 +243,12 @@ def other_strides(weight):
 
 def by_copy(weight):
     with torch.no_grad():
-        weight.copy_(Rows.of(torch.full(weight.shape, 0.25)))
+        weight.copy_(Rows.of(torch.full(weight.shape, 0.25, device=weight.device)))
 
 
 def other_codes(weight):
     codes = torch.randint(-100, 100, weight.shape, dtype=torch.int8)
-    weight.codes = codes
+    weight.codes = codes.to(weight.device)
 
 
 @pytest.mark.parametrize("inference_mode", [False, True])
@@ -643,7 +644,7 @@ def test_checkpointed_blocks_and_autocast(use_reentrant):
         grads = []
         for net in (model, ref):
             x = torch.ones(2, 64, requires_grad=True)
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(card.TORCH.type, torch.bfloat16):
                 out = net(x)
             out.float().sum().backward()
             grads.append([x.grad] + [p.grad for p in net.parameters() if p.grad is not None])
@@ -811,7 +812,7 @@ def test_what_cannot_stream_stays_and_is_named(build, why):
     assert all(re.search(why, str(reason)) for reason in report.values()), report
     with torch.no_grad():
         for _ in range(3):
-            assert torch.allclose(model(x), want, atol=1e-5)
+            assert near(model(x), want, atol=1e-5)
 
 
 @pytest.mark.parametrize("budget", [None, "1MB"])
@@ -866,7 +867,7 @@ def test_those_that_take_a_gradient_stream_where_the_model_is_for_inference(auto
     ref = aligned(model)
     wrap(model, three_blocks(model), inference_mode=True)
     assert not kept(model)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.no_grad(), torch.autocast(card.TORCH.type, torch.bfloat16, enabled=autocast):
         for _ in range(3):
             assert same(model(x), ref(x))
         assert runtime(model).session.core.stats()["leased_bytes"] == 0
@@ -907,7 +908,7 @@ def test_compiled_blocks(nested, compiler):
         for block in model.blocks:
             block.compile(backend="aot_eager")
         for _ in range(3):
-            assert torch.allclose(model(x), want, atol=1e-5)
+            assert near(model(x), want, atol=1e-5)
     assert len(runtime(model).compiled) == 4
     assert runtime(model).session.core.stats()["leased_bytes"] == 0
 
@@ -931,5 +932,5 @@ def trains_compiled():
             block.compile(backend="aot_eager")
     want, got = train(ref, 3, x), train(model, 3, x)
     for a, b in zip(got[1], want[1]):
-        assert torch.allclose(a, b, atol=1e-5)
+        assert near(a, b, atol=1e-5)
     assert len(runtime(model).compiled) == 6 and runtime(model).session.core.stats()["leased_bytes"] == 0

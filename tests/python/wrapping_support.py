@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import card
 import torch
 from support import Stack, _aligned, made
 from torch import nn
@@ -119,16 +120,24 @@ def stack(n=6, d=64, nested=False, **kwargs) -> nn.Module:
     return quantised(made(Stack, n, d, **kwargs), nested)
 
 
+def _aligned_around(weight: Around) -> Around:
+    return type(weight)(*(_aligned_around(part) if isinstance(part, Around) else _aligned(part)
+                          for part in (getattr(weight, name) for name in weight.__tensor_flatten__()[0])),
+                        *(weight.__tensor_flatten__()[1] or {}).values())
+
+
 def aligned(model: nn.Module) -> nn.Module:
     """As support.aligned_copy, where weights may be such subclasses."""
-    ref = copy.deepcopy(model)
-    for param in ref.parameters():
-        if isinstance(param, Around):
-            for _, tensor in inside(param):
-                tensor.data = _aligned(tensor)
-        else:
-            param.data = _aligned(param.data)
-    return ref
+    ref, done = copy.deepcopy(model), {}
+    for module in ref.modules():
+        for name, param in module._parameters.items():
+            if isinstance(param, Around):
+                if id(param) not in done:
+                    done[id(param)] = param, nn.Parameter(_aligned_around(param.data), param.requires_grad)
+                module._parameters[name] = done[id(param)][1]
+            elif param is not None:
+                param.data = _aligned(param.data)
+    return card.as_managed(ref)
 
 
 def held(model: nn.Module) -> int:

@@ -249,7 +249,9 @@ PyObject *assume_available(PyObject *module, PyObject *bytes);
 PyObject *activation_states(void);
 
 /* rows.c */
+PyObject *rows_bytes(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *rows_slots(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *rows_smallest(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *rows_expected(PyObject *module, PyObject *args);
 
 /* conductor.c */

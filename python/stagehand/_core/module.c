@@ -119,9 +119,16 @@ static PyMethodDef functions[] = {
      "(for each weight the name of its home, a key of HOMES, bytes on the device) of weights that are\n"
      "trained: tuples (bytes, of its gradient, of its state). The rest as in stagehand/trainables.h; a link\n"
      "of 0: its default. Raises InvalidArgumentError."},
+    {"rows_bytes", (PyCFunction)(void (*)(void))rows_bytes, METH_VARARGS | METH_KEYWORDS,
+     "rows_bytes(slots, /, *, part_bytes, rows, rows_largest, rows_token, units_all, units_least, stays_bytes)\n--\n\n"
+     "Bytes that a pool of so many slots takes (rows.h)."},
     {"rows_slots", (PyCFunction)(void (*)(void))rows_slots, METH_VARARGS | METH_KEYWORDS,
-     "rows_slots(*, bytes, units_all, units_least, row_bytes, rows, rows_largest, rows_token)\n--\n\n"
-     "Slots that a pool of rows should have of a budget (rows.h); 0: not even one token's rows fit."},
+     "rows_slots(budget, /, *, part_bytes, rows, rows_largest, rows_token, units_all, units_least, stays_bytes)\n--\n\n"
+     "Slots that a pool of rows has with a budget (rows.h)."},
+    {"rows_smallest", (PyCFunction)(void (*)(void))rows_smallest, METH_VARARGS | METH_KEYWORDS,
+     "rows_smallest(slots, /, *, part_bytes, rows, rows_largest, rows_token, units_all, units_least, "
+     "stays_bytes)\n--\n\n"
+     "The smallest budget with which the pool has so many slots (rows.h)."},
     {"rows_expected", rows_expected, METH_VARARGS,
      "rows_expected(rows, per_token, tokens, /)\n--\n\n"
      "Distinct rows that so many tokens use on average, where all rows are as likely."},

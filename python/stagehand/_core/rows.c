@@ -262,16 +262,47 @@ static PyObject *rows_close(PyObject *op, PyObject *none) {
     Py_RETURN_NONE;
 }
 
+static bool parse_pool(PyObject *args, PyObject *kwargs, uint64_t *number, sth_rows_budget *out) {
+    static char *names[] = {"", "part_bytes", "rows", "rows_largest", "rows_token", "units_all", "units_least",
+                            "stays_bytes", NULL};
+    PyObject *parts;
+    *out = (sth_rows_budget){0};
+    return PyArg_ParseTupleAndKeywords(args, kwargs, "O&$OO&O&O&O&O&O&", names, to_u64, number, &parts, to_u32,
+                                       &out->rows, to_u32, &out->rows_largest, to_u32, &out->rows_token, to_u64,
+                                       &out->units_all, to_u64, &out->units_least, to_u64, &out->stays_bytes) &&
+           parse_numbers(parts, out->part_bytes, STH_ROWS_PARTS_MAX, &out->part_count);
+}
+
+static bool parse_pool_of(PyObject *args, PyObject *kwargs, uint32_t *slots, sth_rows_budget *out) {
+    uint64_t number;
+    if (!parse_pool(args, kwargs, &number, out)) return false;
+    *slots = (uint32_t)number;
+    if (number <= UINT32_MAX) return true;
+    PyErr_SetString(PyExc_OverflowError, "slots are a number of 32 bits");
+    return false;
+}
+
+PyObject *rows_bytes(PyObject *module, PyObject *args, PyObject *kwargs) {
+    (void)module;
+    uint32_t slots;
+    sth_rows_budget pool;
+    if (!parse_pool_of(args, kwargs, &slots, &pool)) return NULL;
+    return PyLong_FromUnsignedLongLong(sth_rows_bytes(&pool, slots));
+}
+
 PyObject *rows_slots(PyObject *module, PyObject *args, PyObject *kwargs) {
     (void)module;
-    static char *names[] = {"bytes", "units_all", "units_least", "row_bytes", "rows", "rows_largest", "rows_token",
-                            NULL};
-    sth_rows_budget b;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$O&O&O&O&O&O&O&:rows_slots", names, to_u64, &b.bytes, to_u64,
-                                     &b.units_all, to_u64, &b.units_least, to_u64, &b.row_bytes, to_u32, &b.rows,
-                                     to_u32, &b.rows_largest, to_u32, &b.rows_token))
-        return NULL;
-    return PyLong_FromUnsignedLong(sth_rows_slots(&b));
+    uint64_t bytes;
+    sth_rows_budget pool;
+    return parse_pool(args, kwargs, &bytes, &pool) ? PyLong_FromUnsignedLong(sth_rows_slots(&pool, bytes)) : NULL;
+}
+
+PyObject *rows_smallest(PyObject *module, PyObject *args, PyObject *kwargs) {
+    (void)module;
+    uint32_t slots;
+    sth_rows_budget pool;
+    if (!parse_pool_of(args, kwargs, &slots, &pool)) return NULL;
+    return PyLong_FromUnsignedLongLong(sth_rows_smallest(&pool, slots));
 }
 
 PyObject *rows_expected(PyObject *module, PyObject *args) {

@@ -9,7 +9,7 @@ import warnings
 from .. import _core
 from .._torch import graphs_keep_weights, torch
 from ..errors import StagehandOOMError, some_of
-from ..weights.hooks import Leases, ManagedForward
+from ..weights.hooks import Leases, ManagedForward, on_device_instead
 from ..weights.leased import as_plain
 
 nn = torch.nn
@@ -88,12 +88,21 @@ class Region(ManagedForward):
                     leases.close()
                     session.core.gather(_together(self.plans))
                     self._lease(leases)
+                self._bring_given(leases)
                 return self._run(args, kwargs)
 
     def _lease(self, leases: contextlib.ExitStack) -> None:
         for plan in self.plans:
             if plan.managed:
                 leases.enter_context(Leases(self.session, plan))
+
+    def _bring_given(self, leases: contextlib.ExitStack) -> None:
+        """Weights that functional_call was given on the host are on the device for the call, as in calls that are not
+        compiled (`ManagedForward._call`)."""
+        for plan in self.plans:
+            given = plan.given_on_host()
+            if given:
+                leases.enter_context(on_device_instead(plan.masters, given, self.session.target.torch))
 
     def _run(self, args, kwargs):
         """The compiled code, which sees plain modules with plain dictionaries."""

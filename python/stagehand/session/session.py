@@ -33,7 +33,7 @@ from ..owning import NotCopied
 from ..weights.casting import Casts
 from ..weights.fileweight import make_plain
 from ..weights.grads import Gradients
-from ..weights.hooks import Frame, Local, ModulePlan
+from ..weights.hooks import Frame, Local, ModulePlan, on_device_instead
 from ..weights.images import Images
 from ..weights.leased import MASTER, device_copy
 from ..weights.listed import Listed
@@ -477,6 +477,25 @@ class Session(NotCopied):
             return value
 
         return _pytree.tree_map(move, (args, kwargs))
+
+    def given_on_device(self):
+        """A context of a pass. Inside it tensors that functional_call was given on the host, in place of weights that
+        stream, are on the device, wherever the pass reads them; and so are those that it was given in place of weights that stay there."""
+        if self.simulated:
+            return _NOTHING
+        given = [(plan.masters, found) for plan in list(self.plans.values()) if (found := plan.given_on_host())]
+        if not given:
+            return _NOTHING
+        for module in self.model.modules():
+            plan = self.plans.get(id(module))
+            beside = {key: value for key, value in dict.items(module._parameters) if value is not None and value.is_cpu
+                      and not (plan is not None and (key in plan.managed or key in plan.replaced))}
+            if beside:
+                given.append((module._parameters, beside))
+        moved = contextlib.ExitStack()
+        for parameters, found in given:
+            moved.enter_context(on_device_instead(parameters, found, self.target.torch))
+        return moved
 
     def arguments_on_device(self, args: tuple, kwargs: dict):
         """Arguments that model code moved to the host, because a parked weight told it so, come back."""

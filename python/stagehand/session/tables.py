@@ -99,11 +99,6 @@ class Tables:
         return self.by_rows and self.has(unit)
 
     @property
-    def row_bytes(self) -> int:
-        """Of all parts."""
-        return sum(self._all[0].part_bytes())
-
-    @property
     def nbytes(self) -> int:
         """What the pool takes of the budget now."""
         return self._bytes_of(self.slots) if self.by_rows else 0
@@ -111,17 +106,21 @@ class Tables:
     @property
     def least_bytes(self) -> int:
         """What the rows of one token take."""
-        return self._bytes_of(self._token()) if self.by_rows else 0
+        return self._bytes_of(self._pool_of()["rows_token"]) if self.by_rows else 0
 
     def layer_bytes(self) -> int:
         """What the rows of one layer take, with which any call runs."""
-        return self._bytes_of(max(table.rows for table in self._all)) if self.by_rows else 0
+        return self._bytes_of(self._pool_of()["rows_largest"]) if self.by_rows else 0
+
+    def _pool_of(self) -> dict:
+        """As the core has the pool described, and all else on the device."""
+        rows, (units_all, units_least, stays) = [table.rows for table in self._all], self._beside
+        return {"part_bytes": self._all[0].part_bytes(), "rows": sum(rows), "rows_largest": max(rows),
+                "rows_token": max(table.per_token for table in self._all), "units_all": units_all,
+                "units_least": units_least, "stays_bytes": stays}
 
     def _bytes_of(self, slots: int) -> int:
-        return sum(round_up(slots * nbytes) for nbytes in self._all[0].part_bytes())
-
-    def _token(self) -> int:
-        return max(table.per_token for table in self._all)
+        return _core.rows_bytes(slots, **self._pool_of())
 
     def take_share(self, units_all: int, units_least: int, stays: int) -> None:
         """The session is about to open, with so many bytes of other units, as few at least, and others on the device
@@ -131,11 +130,8 @@ class Tables:
             self.slots = self._share_of(self._session.budget)
 
     def _share_of(self, budget: int) -> int:
-        units_all, units_least, _ = self._beside
-        return max(self._token(), _core.rows_slots(
-            bytes=max(0, budget - self._stays() - self._padding()), units_all=units_all, units_least=units_least,
-            row_bytes=self.row_bytes, rows=sum(table.rows for table in self._all),
-            rows_largest=max(table.rows for table in self._all), rows_token=self._token()))
+        """Trained weights that live on the device by now stay there, too."""
+        return _core.rows_slots(max(0, budget - self._session.trained.taken()), **self._pool_of())
 
     def stays(self, nbytes: int) -> None:
         """Other weights take so many bytes of the device now, without trained ones, and the budget has no room for more
@@ -144,17 +140,9 @@ class Tables:
         self._beside = units_all, units_least, max(before, nbytes + self._session.needs.stage_bytes)
         self.fit(self._session.budget)
 
-    def _stays(self) -> int:
-        """Bytes of others on the device all the time, trained weights that live there by now among them."""
-        return self._beside[2] + self._session.trained.taken()
-
-    def _padding(self) -> int:
-        """What lies behind the slots of the parts at most."""
-        return sum(_core.ALIGN for nbytes in self._all[0].part_bytes() if nbytes % _core.ALIGN)
-
     def _budget_for(self, slots: int) -> int:
         """With which the pool has so many slots, no more than a layer has rows."""
-        return self._stays() + self._beside[1] + self._padding() + slots * self.row_bytes
+        return _core.rows_smallest(slots, **self._pool_of()) + self._session.trained.taken()
 
     @property
     def spare(self) -> int:

@@ -36,7 +36,7 @@ class Writes:
         images.follow_masters images.put images.renew images.write_master inference_mode local mark_written model
         plans quantised regions.look_again simulated stay.away stay.has_data_on_host stay.place
         stay.outside_bytes stay.reserve steps.passing
-        streaming tables.stays tables.synchronize takeover.unmanaged takeover.wrap_module target
+        streaming tables.stays tables.synchronize takeover.unmanaged takeover.wrap_module
         trained.give_way trained.outgrown units unlist"""
 
     def __init__(self, session) -> None:
@@ -155,11 +155,10 @@ class Writes:
 
     def noticed(self, plan: ModulePlan, key: str, value) -> None:
         """A module was given another tensor under a name: looked at when the next step begins. One that was not
-        registered, and can be used where it is, only at the one after that: it may belong to another model."""
+        registered only at the one after that: it may belong to another model."""
         if isinstance(value, nn.Parameter):
             stays = registrations.comes_by_registration(plan.module, key, value)
-            usable = self._session.simulated or value.device == self._session.target.torch
-            self._noticed[plan, key] = 0 if stays or not usable else 1
+            self._noticed[plan, key] = 0 if stays else 1
 
     def unnoticed(self, plan: ModulePlan, key: str) -> None:
         """It has a weight that streams again."""

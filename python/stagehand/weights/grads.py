@@ -141,13 +141,14 @@ class Gradients:
 
 class Home:
     """Of one weight: what its graph needs to know, and no more, since graphs keep it. strides: of a gradient that
-    AccumulateGrad takes over without a copy."""
+    AccumulateGrad takes over without a copy. uses: how often it was used so far."""
 
-    __slots__ = ("grads", "entry", "strides")
+    __slots__ = ("grads", "entry", "strides", "uses")
 
     def __init__(self, grads: Gradients, entry) -> None:
         self.grads = grads
         self.entry = entry
+        self.uses = 0
         self.strides = entry.stride if _dense(entry.shape, entry.stride) else _contiguous(entry.shape)
 
 
@@ -158,8 +159,9 @@ def upload(session, entry, master: torch.Tensor, copy: torch.Tensor) -> torch.Te
         with _of_dtype(master, copy.dtype) if entry.is_cast else contextlib.nullcontext():
             gate = Gate.apply(master, home)
         tensor = Upload.apply(gate, copy, home)
-        _at_once(gate.grad_fn)
-        _at_once(tensor.grad_fn)
+        home.uses += 1
+        _at_once(gate.grad_fn, home.uses)
+        _at_once(tensor.grad_fn, home.uses)
         return tensor
 
 
@@ -201,14 +203,16 @@ def _of_dtype(master: torch.Tensor, dtype: torch.dtype):
         master.data = before
 
 
-def _at_once(node) -> None:
+def _at_once(node, use: int) -> None:
     """Backward runs it as soon as it has its gradient, as it does AccumulateGrad: operators and hooks come in the order
-    in which they come without the two nodes between."""
+    in which they come without the two nodes between. Of several uses of a weight the last one's comes first, as its
+    gradient is made first: on a card gates wait together in the calling thread's queue, and sums of gradients would be
+    in any order there."""
     if hasattr(node, "_set_sequence_nr"):  # else a PyTorch without
-        node._set_sequence_nr(_FIRST)
+        node._set_sequence_nr(_BEHIND_ALL + use)
 
 
-_FIRST = (1 << 64) - 1
+_BEHIND_ALL = 1 << 63  # no operator of a forward has such a number
 
 
 class Gate(torch.autograd.Function):

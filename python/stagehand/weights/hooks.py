@@ -164,6 +164,24 @@ def is_for_a_call(params: dict, key: str) -> bool:
     return not isinstance(dict.get(params, key), torch.nn.Parameter | None)
 
 
+@contextlib.contextmanager
+def on_device_instead(parameters: dict, given: dict, device: torch.device):
+    """Inside it these tensors of a module's `_parameters`, by their names, are on the device. What a call writes into
+    them stays."""
+    moved = {key: (value, value.to(device)) for key, value in given.items()}
+    try:
+        for key, (_, copy) in moved.items():
+            dict.__setitem__(parameters, key, copy)
+        yield
+    finally:
+        for key, (value, copy) in moved.items():
+            if copy._version:
+                with torch.no_grad():
+                    value.copy_(copy)
+            if dict.get(parameters, key) is copy:
+                dict.__setitem__(parameters, key, value)
+
+
 class ModulePlan:
     """What one module needs for a call. managed: key -> (unit, entry); replaced: the same for keys whose
     Parameter was exchanged for something else, which is used as it is."""
@@ -331,26 +349,11 @@ class ModulePlan:
 
     def given_on_host(self) -> dict:
         """What stands in place of weights that stream, where it is on the host: functional_call is given tensors that
-        were made from masters."""
+        were made from masters. {} where the device is the host."""
+        if not self.replaced or self.session.simulated:
+            return {}
         given = {key: dict.get(self.masters, key) for key in self.replaced}
         return {key: value for key, value in given.items() if isinstance(value, torch.Tensor) and value.is_cpu}
-
-    @contextlib.contextmanager
-    def on_device_instead(self, given: dict):
-        """Inside it what was given on the host is on the device. What the call writes into it stays."""
-        masters, device = self.masters, self.session.target.torch
-        moved = {key: (value, value.to(device)) for key, value in given.items()}
-        try:
-            for key, (_, copy) in moved.items():
-                dict.__setitem__(masters, key, copy)
-            yield
-        finally:
-            for key, (value, copy) in moved.items():
-                if copy._version:
-                    with torch.no_grad():
-                        value.copy_(copy)
-                if dict.get(masters, key) is copy:
-                    dict.__setitem__(masters, key, value)
 
     # ------------------------------------------------------------------ casts
 
@@ -674,15 +677,19 @@ class ManagedForward(_core.Forward):
         if isinstance(self.module, ParametrizationList):  # a weight is read between passes: on the host, as others are
             return self.inner(*args, **kwargs)
         _refuse_tracers()
-        session.captures.refuse_foreign_capture()
+        session.check_process()  # before inputs are moved: CUDA's own words in a forked child name nothing of ours
         if session.writes.gives_way_to_another(casts=self.stands()):
             return getattr(self.module, self.slot)(*args, **kwargs)
+        given = args, kwargs
         args, kwargs = session.inputs_on_device(args, kwargs)
         if session.finding is not None and (self.root or session.finding.turns is not None):
             session.finding.coming(args, kwargs)
         try:
             with session.steps.step() if self.root else session.steps.passage():
-                return self._call_root(args, kwargs) if self.root else self._call(args, kwargs)
+                if session.closed:  # by another thread meanwhile: the weights are on the host
+                    args, kwargs = given
+                with session.given_on_device():
+                    return self._call_root(args, kwargs) if self.root else self._call(args, kwargs)
         except Exception as error:
             advice = _of_one_graph(error)
             if advice is None:
@@ -702,9 +709,9 @@ class ManagedForward(_core.Forward):
         plan, session = self.plan, self.session
         if session.steps.after_backward:
             session.steps.call_begins()
-        given = plan.given_on_host() if plan is not None and plan.replaced and not session.simulated else None
+        given = plan.given_on_host() if plan is not None and plan.replaced else None
         if given:
-            with plan.on_device_instead(given):
+            with on_device_instead(plan.masters, given, session.target.torch):
                 return self._call(args, kwargs)
         if plan is None or not plan.managed or session.closed:
             return self.call_inner(args, kwargs)

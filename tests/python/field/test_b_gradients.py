@@ -393,7 +393,7 @@ def test_own_gradients_are_looked_at_and_set_to_zero_inside_a_forward():
         same_grads(model, ref)
         assert [grad is None for grad in model.seen] == [grad is None for grad in ref.seen]
     assert [grad or 0.0 for grad in model.seen] == pytest.approx(
-        [grad or 0.0 for grad in ref.seen], rel=card.ON_CARD * 1e-5, abs=0)
+        [grad or 0.0 for grad in ref.seen], rel=card.ON_CARD * 1e-5, abs=card.ON_CARD * 1e-4)
     assert any(model.seen)
 
 
@@ -423,7 +423,7 @@ def test_own_transforms_of_torch_func_round_a_managed_model():
     ]
     for way in ways:
         got, want = both(model, ref, way)
-        assert torch.allclose(got, want, atol=1e-6), got
+        assert s.near(got, want, atol=1e-6), got
     assert s.runtime(model).stats["leased_bytes"] == 0
     agree(model, ref, 2)
 

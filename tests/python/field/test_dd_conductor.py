@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import json
 
+import card
 import pytest
 import support as s
 import torch
@@ -136,8 +137,8 @@ def test_224_activations_pin_no_more_than_the_cap_leaves(cap, pins):
     if cap == 1:
         assert asked(runtime, 1 * MIB).status is GrantStatus.GRANTED  # nothing is left of it
         runtime.begin_step(0)
-    net, ref = s.made(s.Stack, 3, 64, frozen=False), s.made(s.Stack, 3, 64, frozen=False)
-    x = torch.randn(512, 64)
+    net, ref = (s.made(s.Stack, 3, 64, frozen=False).to(card.TORCH) for _ in range(2))
+    x = card.there(torch.randn(512, 64))
     want = gradients(ref, x, spilling(s.device(1 << 28)))
     assert s.same(gradients(net, x, activations), want)
     stats = activations.stats

@@ -42,10 +42,14 @@ def saved(path, seed=0):
     return path
 
 
-def plain(path):
+def resident(path):
     model = net()
     model.load_state_dict(safetensors.torch.load_file(path))
-    return s.aligned_copy(model)
+    return model
+
+
+def plain(path):
+    return s.aligned_copy(resident(path))
 
 
 def wrapped(path, how="load", budget=300_000, **options):
@@ -53,7 +57,7 @@ def wrapped(path, how="load", budget=300_000, **options):
     device = s.device(budget)
     if how == "load":
         return stagehand.load(net, path, vram_budget=budget, device=device, **options)
-    model = plain(path).requires_grad_(False)
+    model = resident(path).requires_grad_(False)
     if how == "layer":
         return stagehand.layer(model, vram_budget=budget, device=device, source=path, **options)
     if how == "block":

@@ -179,7 +179,7 @@ def ip_adapter(pipe):
     pipe.register_modules(
         image_encoder=CLIPVisionModelWithProjection(CLIPVisionConfig(
             hidden_size=32, intermediate_size=37, num_hidden_layers=2, num_attention_heads=4, projection_dim=32,
-            image_size=32, patch_size=8)).eval(),
+            image_size=32, patch_size=8)).eval().to(pipe.unet.device),
         feature_extractor=CLIPImageProcessor(crop_size=32, size=32))
     state, number = {}, 1
     for name in pipe.unet.attn_processors:

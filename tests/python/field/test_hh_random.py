@@ -2,6 +2,7 @@
 
 import sys
 
+import card
 import pytest
 import support as s
 import torch
@@ -52,6 +53,7 @@ def train_both(model, ref, steps=3, lr=0.1):
     for _ in range(steps):
         x, = model.example()
         for net, opt in zip((model, ref), opts):
+            net.train()  # else cuDNN computes no gradients
             opt.zero_grad()
             net(x).pow(2).mean().backward()
             opt.step()
@@ -75,7 +77,8 @@ def train_in_a_region(model, ref, steps=1):
     for _ in range(steps):
         x, = model.example()
         for net in (model, ref):
-            with torch.autocast("cpu", torch.bfloat16):
+            net.train()
+            with torch.autocast(card.TORCH.type, torch.bfloat16):
                 y = net(x)
             y.float().pow(2).mean().backward()
     for mine, theirs in zip(model.parameters(), ref.parameters()):
@@ -135,7 +138,7 @@ def test_own_a_write_without_a_version_inside_a_region_of_autocast(grad):
     """PyTorch goes on with the casts from before it. Casts of what stays on the device are such, too: not mixed."""
     model, ref = pair(lambda: Row([nn.Linear(64, 64), nn.Linear(64, 64)], 3, 64), budget=1 << 20)
     x, = model.example()
-    with grad(), torch.autocast("cpu", torch.bfloat16):
+    with grad(), torch.autocast(card.TORCH.type, torch.bfloat16):
         assert s.same(model(x), ref(x)) and s.same(model(x), ref(x))
         for p in model.parameters():
             p.data.mul_(2)
@@ -143,7 +146,7 @@ def test_own_a_write_without_a_version_inside_a_region_of_autocast(grad):
             model(x)
     for p in ref.parameters():
         p.data.mul_(2)
-    with grad(), torch.autocast("cpu", torch.bfloat16):
+    with grad(), torch.autocast(card.TORCH.type, torch.bfloat16):
         assert s.same(model(x), ref(x)) and s.same(model(x), ref(x))
 
 

@@ -193,7 +193,7 @@ def test_own_a_module_that_is_given_another_class():
     s.runtime(model).shutdown()
     with torch.no_grad():
         x = model.example()[0]
-        assert torch.allclose(model(x), ref(x))
+        assert s.near(model(x), ref(x), atol=1e-6 if card.ON_CARD else 1e-8)
 
 
 @pytest.mark.parametrize("calls_old", [True, False])
@@ -211,7 +211,7 @@ def test_own_a_forward_that_is_replaced_on_the_instance_and_outlives_the_runtime
     s.runtime(model).shutdown()
     with torch.no_grad():
         x = model.example()[0]
-        assert torch.allclose(model(x), ref(x))
+        assert s.near(model(x), ref(x), atol=1e-6 if card.ON_CARD else 1e-8)
     managed(model, s.tight_budget(model))
     agree(model, ref, 2)
 

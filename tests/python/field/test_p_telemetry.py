@@ -9,6 +9,7 @@ import os
 import time
 import tracemalloc
 
+import card
 import pytest
 import support as s
 import torch
@@ -66,7 +67,7 @@ def test_104_each_switch_has_its_own_effect_in_every_combination():
 
 
 def test_106_buffers_of_spilled_activations_are_made_once():
-    net, x = s.made(s.Stack, 6, 64, frozen=False), torch.randn(32, 64)
+    net, x = s.made(s.Stack, 6, 64, frozen=False).to(card.TORCH), card.there(torch.randn(32, 64))
     config = ActivationStagehandConfig(enabled=True, slabs_per_class=None, max_inflight_d2h=8, recompute_cheap=False)
     runtime = ActivationRuntime(config, s.device(1 << 30), smallest=1024, high=0, low=0)
     misses = []

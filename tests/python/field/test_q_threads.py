@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 
+import card
 import children
 import file_support as f
 import pytest
@@ -139,7 +140,7 @@ def test_own_passes_of_two_tasks_may_end_in_any_order():
 
 def test_own_a_generator_that_is_dropped_inside_a_pass_leaves_a_model_at_rest():
     model, ref = managed(s.Stack, 6, 32, mode="block", link=None)
-    x = model.example()[0]
+    x = card.there(model.example()[0])
 
     def blocks():
         with run(model).managed_forward():
@@ -206,15 +207,13 @@ def test_own_a_signal_handler_may_run_the_model():
 
 
 def test_own_threads_train_models_of_their_own_on_one_device():
-    """Each with activations that are spilled, on one simulated device; one is shut down while the others run."""
-    from stagehand import _core
-
+    """Each with activations that are spilled, on one device; one is shut down while the others run."""
     budget, models = 0, []
     for seed in range(3):
         model = s.made(s.Stack, 4, 32, frozen=False, seed=seed)
         models.append((model, s.aligned_copy(model)))
         budget += s.tight_budget(model)
-    device = _core.Device("sim", memory_bytes=budget, link_bytes_per_s=10**9)
+    device = s.device(budget, 10**9)
     for model, _ in models:
         stagehand.layer(model, vram_budget=s.tight_budget(model), device=device)
     failures = []

@@ -68,12 +68,17 @@ def by_data(weight, like):
     weight.data += 0.01
 
 
+def array(weight):
+    """Its memory as numpy writes it; of a reference on a card the tensor."""
+    return weight.detach().numpy() if weight.is_cpu else weight.detach()
+
+
 def by_numpy(weight, like):
-    weight.detach().numpy()[3:9] += 0.5
+    array(weight)[3:9] += 0.5
 
 
 def by_one_element(weight, like):
-    weight.detach().numpy()[50, 41] += 0.5
+    array(weight)[50, 41] += 0.5
 
 
 def in_place(weight, like):
@@ -334,17 +339,17 @@ def test_206_memory_that_nobody_else_holds_moves_into_the_arena():
 # ---------------------------------------------------------------------- 210, 211: first uses
 
 FIRST = """
-import sys, contextlib, copy, torch
+import sys, contextlib, copy, os, torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 class Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
-how = HOW
+how, kind = HOW, os.environ.get("STH_TEST_DEVICE", "cpu").split(":")[0]
 if how == "double":
     torch.set_default_dtype(torch.double)
 context = {"inference": torch.inference_mode, "mode": Mode, "no_grad": torch.no_grad,
-           "autocast": lambda: torch.autocast("cpu", torch.bfloat16)}.get(how, contextlib.nullcontext)
+           "autocast": lambda: torch.autocast(kind, torch.bfloat16)}.get(how, contextlib.nullcontext)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
 x = torch.randn(2, 64)
@@ -352,7 +357,7 @@ with context():
     import stagehand
     import support
     ref = support.aligned_copy(model)
-    stagehand.layer(model, vram_budget="100KB", device="sim")
+    stagehand.layer(model, vram_budget="100KB", device=support.card.NAME)
     assert support.same(model(x), ref(x))
 model(x).sum().backward()
 ref(x).sum().backward()

@@ -8,6 +8,7 @@ import gc
 import importlib
 import threading
 
+import card
 import children
 import file_support as f
 import pytest
@@ -87,6 +88,15 @@ def same_seen(do, model, ref, *args):
         alike(got[1], want[1])
 
 
+def watched_pair(*args, **options):
+    """As `managed`. The reference takes nothing from the host, which modes would see."""
+    return managed(*args, takes_from_host=False, **options)
+
+
+def example(net) -> tuple:
+    return tuple(map(card.there, net.example()))
+
+
 def infer(net, *inputs):
     with torch.no_grad():
         net(*inputs)
@@ -140,8 +150,8 @@ def test_209_modes_see_what_they_see_of_the_plain_model(build, mode):
         pytest.skip("it has no blocks")
     for frozen in (False, True):
         budget = None if build in TIGHT else s.nbytes(s.made(build)) + 65536
-        model, ref = managed(build, frozen=frozen, mode=mode, link=None, budget=budget)
-        x = model.example()
+        model, ref = watched_pair(build, frozen=frozen, mode=mode, link=None, budget=budget)
+        x = example(model)
         for _ in range(3):
             same_seen(infer, model, ref, *x)
         if not frozen:
@@ -150,7 +160,7 @@ def test_209_modes_see_what_they_see_of_the_plain_model(build, mode):
                 for got, want in zip(train_in_parts(model, *x), train_in_parts(ref, *x)):
                     alike(got, want)
         run(model).shutdown()
-        same_seen(infer, model, ref, *x)
+        same_seen(infer, model.to(card.TORCH), ref, *x)
 
 
 
@@ -165,8 +175,8 @@ def watched(do, *args):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_209_modes_see_the_same_where_parts_are_computed_again(mode, reentrant, monkeypatch):
     monkeypatch.setattr(Checkpointed, "reentrant", reentrant)
-    model, ref = managed(Checkpointed, 3, 32, frozen=False, mode=mode, link=None)
-    x = model.example()[0].requires_grad_()
+    model, ref = watched_pair(Checkpointed, 3, 32, frozen=False, mode=mode, link=None)
+    x = example(model)[0].requires_grad_()
     for _ in range(2):
         if reentrant:
             same_seen(trained, model, ref, x)
@@ -183,20 +193,20 @@ def twice(net, x):
 
 
 def test_209_modes_see_the_same_of_a_double_backward():
-    model, ref = managed(s.Stack, 2, 32, frozen=False, link=None)
-    same_seen(twice, model, ref, model.example()[0])
+    model, ref = watched_pair(s.Stack, 2, 32, frozen=False, link=None)
+    same_seen(twice, model, ref, example(model)[0])
 
 
 def test_209_modes_see_the_same_of_hooks_and_optimizers():
     """Optimizers that step behind backward and inside it, hooks of gradients, clipping."""
-    model, ref = managed(s.Stack, 2, 32, frozen=False, link=None)
-    x, order = model.example()[0], {model: [], ref: []}
+    model, ref = watched_pair(s.Stack, 2, 32, frozen=False, link=None)
+    x, order = example(model)[0], {model: [], ref: []}
 
     def behind(net):
-        opt = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=False)
+        opt = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=False, foreach=False)
         for _ in range(2):
             train(net, x)
-            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0, foreach=False)
             opt.step()
             opt.zero_grad()
 
@@ -220,7 +230,7 @@ def test_209_modes_see_the_same_of_hooks_and_optimizers():
 def test_209_modes_see_the_same_of_models_from_files(tmp_path):
     plain = s.made(s.Stack, 3, 32)
     f.save(tmp_path / "m.safetensors", f.state(plain))
-    ref, x = s.aligned_copy(plain), plain.example()[0]
+    ref, x = s.aligned_copy(plain, False), example(plain)[0]
     budget = s.tight_budget(plain)
     for options in ({}, {"blocks": BLOCKS}, {"transfer": "int8"}):
         model = stagehand.load(lambda: s.Stack(3, 32), tmp_path / "m.safetensors", vram_budget=budget,
@@ -234,7 +244,7 @@ def test_209_modes_see_the_same_of_quantised_files(tmp_path):
     plain = s.made(s.Stack, 2, 64)
     path = q.write(tmp_path, plain, "v2")
     model = stagehand.load(lambda: s.Stack(2, 64), path, vram_budget="1MB", device=s.device(1 << 20))
-    ref, x = q.resident(plain, path), plain.example()[0]
+    ref, x = q.resident(plain, path, False), example(plain)[0]
     assert run(model).quantised["files"]
     for _ in range(2):
         same_seen(infer, model, ref, x)
@@ -279,11 +289,11 @@ def test_209_modes_see_nothing_of_a_runtimes_own_work(tmp_path):
         runtime.prepare()
 
     assert watched(wrap) == []
-    x = in_layers.example()[0]
+    x = example(in_layers)[0]
     for model in (in_layers, in_blocks, from_file, in_files):
         infer(model, x)
     for model in (in_layers, in_blocks):
-        for where in ("cpu", torch.float64, torch.float32):
+        for where in (card.TORCH, torch.float64, torch.float32):
             assert watched(model.to, where) in ([("_parse_to",)], [])
         assert watched(everything, model) == []
     for model in (from_file, in_files):
@@ -306,8 +316,8 @@ def test_209_modes_see_nothing_of_a_sessions_own_work():
 
     begun = watched(begin)
     assert {name for name, *_ in begun} <= {"is_leaf", "requires_grad"}  # torch.optim.Optimizer's own
-    session, x = sessions_of[0], model.example()[0]
-    ref = s.aligned_copy(model)
+    session, x = sessions_of[0], example(model)[0]
+    ref = s.aligned_copy(model, False)
 
     def round_it(step):
         with step:
@@ -346,8 +356,8 @@ def test_209_modes_see_nothing_of_the_offloaded_optimizer(options, tmp_path):
 @pytest.mark.parametrize("build", [s.Stack, s.AttentionNet])
 def test_209_modes_see_the_same_where_saved_tensors_are_spilled(build):
     """With and without a pair of hooks of the user's round it, alone and of a managed model."""
-    ref = s.made(build, frozen=False)
-    x = ref.example()
+    ref = s.made(build, frozen=False).to(card.TORCH)
+    x = example(ref)
     device = s.device(1 << 24)
 
     def spilled(net, *inputs):
@@ -364,13 +374,13 @@ def test_209_modes_see_the_same_where_saved_tensors_are_spilled(build):
 
 
 def test_209_modes_see_what_the_users_own_hooks_do():
-    model, ref = managed(s.Stack, 2, 32, frozen=False, link=None)
+    model, ref = watched_pair(s.Stack, 2, 32, frozen=False, link=None)
 
     def doubled(net, x):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2):
             train(net, x)
 
-    got, want = (watched(doubled, net, model.example()[0]) for net in (model, ref))
+    got, want = (watched(doubled, net, example(model)[0]) for net in (model, ref))
     count = [[name for name, *_ in log].count("aten.div.Tensor") for log in (got, want)]
     # The weights that stream are with our hooks, and all else is with theirs.
     assert 0 < count[0] < count[1]
@@ -403,7 +413,7 @@ def test_209_selective_checkpointing_in_the_first_trained_pass_of_a_process():
                 runtime = stagehand.StagehandRuntime(model, config, block_pattern=r"^blocks\\.\\d+$",
                                                      device=support.device(budget))
                 runtime.prepare()
-            x = model.example()[0]
+            x = example(model)[0]
             got, want = step(model, x), step(ref, x)
             assert len(got) == len(want) and all(map(support.same, got, want))
             runtime.shutdown()
@@ -412,8 +422,8 @@ def test_209_selective_checkpointing_in_the_first_trained_pass_of_a_process():
 
 
 def test_209_flops_are_those_of_the_plain_model():
-    model, ref = managed(s.Stack, 2, 32, frozen=False, link=None)
-    x, counts = model.example()[0], []
+    model, ref = watched_pair(s.Stack, 2, 32, frozen=False, link=None)
+    x, counts = example(model)[0], []
     for net in (model, ref):
         with FlopCounterMode(display=False) as flops:
             train(net, x)
@@ -423,8 +433,8 @@ def test_209_flops_are_those_of_the_plain_model():
 
 def test_209_the_same_is_logged_by_torchs_own_debug_mode():
     debug = pytest.importorskip("torch.utils._debug_mode")
-    model, ref = managed(s.Stack, 2, 32, frozen=False, link=None)
-    x, logs = model.example()[0], []
+    model, ref = watched_pair(s.Stack, 2, 32, frozen=False, link=None)
+    x, logs = example(model)[0], []
     for net in (model, ref):
         with debug.DebugMode() as mode:
             train(net, x)
@@ -435,8 +445,8 @@ def test_209_the_same_is_logged_by_torchs_own_debug_mode():
 def test_209_fake_tensors_pass_through_as_through_the_plain_model():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    model, ref = managed(s.Stack, 2, 32, link=None)
-    x = model.example()[0]
+    model, ref = watched_pair(s.Stack, 2, 32, link=None)
+    x = example(model)[0]
     want = ref(x)
     for net in (model, ref):
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
@@ -450,8 +460,8 @@ def test_209_fake_tensors_pass_through_as_through_the_plain_model():
 def test_209_a_graph_of_proxies_would_keep_weights_and_is_refused():
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    model, ref = managed(s.Stack, 2, 32, link=None)
-    x = model.example()[0]
+    model, ref = watched_pair(s.Stack, 2, 32, link=None)
+    x = example(model)[0]
     with torch.no_grad():
         assert s.same(make_fx(ref)(x)(x), ref(x))
         with pytest.raises(stagehand.StagehandError, match="traced or exported"):
@@ -477,11 +487,11 @@ def test_209_defaults_for_new_tensors_are_not_for_ours(how, mode):
             else:
                 config = stagehand.StagehandConfig(vram_budget=budget)
                 stagehand.StagehandRuntime(model, config, block_pattern=BLOCKS, device=s.device(budget)).prepare()
-            with activation.offload(vram_budget=4000, device="sim"):
+            with activation.offload(vram_budget=4000, device=card.NAME):
                 for _ in range(2):
                     model.zero_grad()
                     got = model(x)
-                    got.backward(torch.ones_like(out, device="cpu"))
+                    got.backward(torch.ones_like(out, device=card.TORCH))
             run(model).shutdown()
         finally:
             torch.set_default_dtype(before)

@@ -202,7 +202,7 @@ def test_223_end_step_by_another_thread_ends_a_pass_with_its_end():
 
 def test_223_parts_called_by_hand_behind_end_step_leave_weights_that_may_be_written():
     model, ref = managed(mode="block", frozen=False, link=1e6)
-    runtime, x = run(model), model.example()[0]
+    runtime, x = run(model), card.there(model.example()[0])
     for step in range(4):
         with runtime.managed_forward(), torch.no_grad():
             model(x)
@@ -431,6 +431,7 @@ def test_239_failed_steps_leave_no_tensors_and_no_leases(held):
             runtime.end_step()
         failing.clear()
         model.zero_grad()
+        card.settle_autograd()
 
     for where in (None, "before", "after", "in"):
         take(where)
@@ -463,6 +464,7 @@ def test_239_a_failed_backward_outside_of_contexts_leaves_nothing_behind_the_nex
     assert Fan.given
     hook.remove()
     infer(model, x)
+    card.settle_autograd()
     assert not [g for g in Fan.given if g() is not None]
     stop(model)
 

@@ -26,10 +26,12 @@ class Checkpointed(s.Stack):
         return self.out(x)
 
 
-def managed(build=s.Stack, *args, frozen=True, link=SLOW, seed=0, budget=None, mode="layer", extra=0, **options):
-    """(model under stagehand, reference). mode: "layer", or "block": then its runtime is model._stagehand_runtime."""
+def managed(build=s.Stack, *args, frozen=True, link=SLOW, seed=0, budget=None, mode="layer", extra=0,
+            takes_from_host=True, **options):  # fmt: skip
+    """(model under stagehand, reference). mode: "layer", or "block": then its runtime is model._stagehand_runtime.
+    takes_from_host: whether the reference does, as of `s.aligned_copy`."""
     model = s.made(build, *args, frozen=frozen, seed=seed)
-    ref = s.aligned_copy(model)
+    ref = s.aligned_copy(model, takes_from_host)
     budget = (budget or s.tight_budget(model)) + extra
     if mode == "layer":
         s.wrap(model, budget, link, **options)
