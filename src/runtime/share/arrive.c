@@ -47,7 +47,9 @@ static sth_status come(sth_runtime *rt) {
     sthi_hold(rt, rt->options.budget);
     sth_status rc = sthi_measure_link(rt);
     rt->share.parked = rt->share.lent = false;
-    if (rc == STH_OK) rc = sthi_name_refusal(rt, sthi_geometry_install_in_haste(rt, rt->options.budget));
+    if (rc == STH_OK)
+        rc = sthi_name_refusal(rt, was ? sthi_geometry_come_back(rt)
+                                       : sthi_geometry_install_in_haste(rt, rt->options.budget));
     if (rc == STH_OK) sthi_news_plan(rt, was ? "its memory is there again" : "more memory is free");
     if (rc == STH_OK && was) rt->planned.again = false;
     /* Units that steps have shown to come on demand need room beside the others, which the first plan did not. */
