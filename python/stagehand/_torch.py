@@ -21,9 +21,11 @@ _VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split("."
 if _VERSION < (2, 4):
     raise ImportError(f"stagehand needs PyTorch 2.4 or newer; this is {torch.__version__}")
 
-from torch.utils.dlpack import from_dlpack as _from_dlpack  # noqa: E402
+from . import _private  # noqa: E402
 
-from . import _savedstack  # noqa: E402
+_private.check(torch.__version__)
+
+from torch.utils.dlpack import from_dlpack as _from_dlpack  # noqa: E402
 
 # raw(capsule): the tensor behind a capsule of the core, 1-D uint8 unless it was asked for otherwise, on the
 # capsule's device. Its storage owns the bytes: they are given back when the last view of it dies.
@@ -41,7 +43,7 @@ STORAGE_USES = getattr(torch._C, "_storage_Use_Count", None) if hasattr(torch.Te
 # itself None: a PyTorch that does not tell. hooks_enabled(): whether pairs may be pushed.
 _graph = torch._C._autograd
 push_hooks, pop_hooks = _graph._push_saved_tensors_default_hooks, _graph._pop_saved_tensors_default_hooks
-top_hooks = getattr(_graph, "_top_saved_tensors_default_hooks", None) or _savedstack.find(push_hooks, pop_hooks)
+top_hooks = getattr(_graph, "_top_saved_tensors_default_hooks", None) or _core.find_top_hooks(push_hooks, pop_hooks)
 hooks_enabled = getattr(_graph, "_saved_tensors_hooks_is_enabled",
                         lambda: _graph._saved_tensors_hooks_get_disabled_error_message() is None)
 
@@ -93,9 +95,11 @@ def behind_transforms(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tracing_fx() -> bool:
-    """Whether make_fx is making a graph of what this thread does."""
-    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    return proxies is not None and getattr(proxies, "get_proxy_mode", lambda: None)() is not None
+    """Whether make_fx is making a graph of what this thread does, before operators are dispatched or after."""
+    if "torch.fx.experimental.proxy_tensor" not in sys.modules:
+        return False
+    mode = torch._C._TorchDispatchModeKey.PROXY
+    return (torch._C._get_dispatch_mode(mode) or torch._ops._get_dispatch_mode_pre_dispatch(mode)) is not None
 
 
 # ---------------------------------------------------------------------- modes of the caller's
@@ -220,6 +224,25 @@ def not_to_be_compiled(function, nor_what_it_calls: bool = False) -> None:
         _frames.skip_code(function.__code__)
 
 
+def uncompiled(function):
+    """The function, which is not traced by torch.compile, nor is anything that it calls. Before 2.7 the compiler is
+    taken from the thread meanwhile."""
+    if hasattr(_frames, "set_code_exec_strategy"):
+        not_to_be_compiled(function, nor_what_it_calls=True)
+        return function
+
+    @functools.wraps(function)
+    def outside(*args, **kwargs):
+        before = _frames.set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _frames.set_eval_frame(before)
+
+    not_to_be_compiled(outside)
+    return outside
+
+
 def _compiler():
     callback = _frames.set_eval_frame(None)  # returns the one before
     _frames.set_eval_frame(callback)
@@ -228,7 +251,7 @@ def _compiler():
 
 # compiler(): not None while the calling thread's code is to be compiled. PyTorch 2.6 and 2.7 have the function too, but
 # it returns a reference that is not the caller's to drop.
-compiler = _frames.get_eval_frame_callback if _VERSION >= (2, 8) else _compiler
+compiler = getattr(_frames, "get_eval_frame_callback", _compiler) if _VERSION >= (2, 8) else _compiler
 not_to_be_compiled(_compiler)
 
 

@@ -340,7 +340,8 @@ def _once(spec: dict, folder: str) -> Result:
     except stagehand.StagehandOOMError:
         raise
     except Exception as error:  # noqa: BLE001: whatever it is, it should not have come
-        result = Result("error", f"{type(error).__name__}: {error}", at, traceback.format_exc())
+        if not (isinstance(error, stagehand.StagehandError) and _is_refused(error, result, _keeps_places(pair))):
+            result = Result("error", f"{type(error).__name__}: {error}", at, traceback.format_exc())
     finally:
         with contextlib.suppress(Exception):
             _shut_down(net)
@@ -366,10 +367,7 @@ def _step(pair: Pair, entry: dict, result: Result) -> None:
             return
         raise our_error
     if our_error is not None and their_error is None:
-        # A fused optimizer writes unseen: the plain model's backward of an earlier pass takes what is there.
-        kept = pair.sides[1].setup["optimizer"] == "fused" or any(
-            isinstance(module, Transformed) or _keeps_a_graph(module) for module in pair.sides[1].net.modules())
-        _refused_or_failed(our_error, trace, result, kept)
+        _refused_or_failed(our_error, trace, result, _keeps_places(pair))
         return
     if their_error is not None and pair.rounding:  # what it leaves half done depends on where its tensors are
         raise PlainFails(f"the plain model raises in {entry['do']}: {type(their_error).__name__}")
@@ -379,7 +377,7 @@ def _step(pair: Pair, entry: dict, result: Result) -> None:
                 result.outcome, result.detail = "refused", why
                 return
         raise Failed("mismatch", f"the plain model raises {type(their_error).__name__}: {str(their_error)[:90]}")
-    if isinstance(our_error, stagehand.StagehandError) and _is_refused(our_error, result, False):
+    if isinstance(our_error, stagehand.StagehandError) and _is_refused(our_error, result, _keeps_places(pair)):
         return  # earlier than the plain model's error, whose writes ours has not made
     if their_error is not None:
         result.notes.append(f"both raise in {entry['do']}: {type(their_error).__name__}: {str(their_error)[:60]}")
@@ -396,6 +394,14 @@ def _step(pair: Pair, entry: dict, result: Result) -> None:
         raise Failed("mismatch", f"random numbers that {entry['do']} drew")
     if entry["seed"] % 2 == 0:
         pair.compare()
+
+
+def _keeps_places(pair: Pair) -> bool:
+    """Whether a graph may be alive that holds weights' places while they are written. A fused optimizer writes unseen:
+    the plain model's backward of an earlier pass takes what is there."""
+    side = pair.sides[1]
+    return side.setup["optimizer"] == "fused" or any(
+        isinstance(module, Transformed) or _keeps_a_graph(module) for module in side.net.modules())
 
 
 def _keeps_a_graph(module) -> bool:

@@ -411,6 +411,15 @@ def needs_regions() -> None:
         pytest.skip("this PyTorch's compiler keeps a module's weights in its graphs (docs/compile.md)")
 
 
+def torch_at_least(version: str, reason: str):
+    """A mark for a test of something that older versions of PyTorch do otherwise. reason: what they do."""
+    here, least = (tuple(map(int, text.split("+")[0].split(".")[:2])) for text in (torch.__version__, version))
+    return pytest.mark.skipif(here < least, reason=f"needs PyTorch {version}: before, {reason}")
+
+
+QUIET_CASTS = "in this PyTorch a weight loses the gradient of a region in which it was used under no_grad before"
+
+
 def autocast_keeps_gradients() -> bool:
     """Whether autocast gives a weight its gradient that it has cast under no_grad before. PyTorch 2.4 does not."""
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)

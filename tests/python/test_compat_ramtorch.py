@@ -6,7 +6,7 @@ import io
 import card
 import pytest
 import torch
-from support import AttentionNet, Stack, aligned_copy, device, made, runtime, same, tight_budget
+from support import AttentionNet, Stack, aligned_copy, device, made, near, runtime, same, tight_budget
 from torch import nn
 from torch.nn import functional as F
 
@@ -106,7 +106,9 @@ def test_a_training_program_gives_what_pytorch_gives():
     losses, seen, weights = on_pytorch(aligned_copy(model))
     got_losses, got_seen, got_weights = on_ramtorch(model)
     assert same(got_losses, losses)
-    assert len(seen) == 2 * 4 * 2 - 2 * 1 and same(got_seen, seen)
+    assert len(seen) == 2 * 4 * 2 - 2 * 1 and len(got_seen) == len(seen)
+    sums_agree = (lambda a, b: near(a, b, atol=1e-5)) if card.ON_CARD else same  # some are next to nothing
+    assert all(map(sums_agree, got_seen, seen))
     assert got_weights.keys() == weights.keys()
     assert all(same(got_weights[name], weights[name]) for name in weights)
     assert runtime(model).stats["h2d_bytes"] > 0 and runtime(model).stats["evictions"] > 0

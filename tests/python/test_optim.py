@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import stagehand
 from stagehand import _core
 from stagehand.optim import OffloadedAdamW, adamw, clip_grad_norm_, flat
-from support import Stack, TinyLM, aligned_copy, made, nbytes, tight_budget, wrap
+from support import Stack, TinyLM, aligned_copy, made, nbytes, same, tight_budget, wrap
 
 
 

@@ -403,6 +403,53 @@ def test_the_output_of_a_checkpointed_region_is_left_alone():
     assert runs[0] == 3 * 2 * len(weights)
 
 
+@pytest.mark.parametrize("told_by", ["frames", "hooks"])
+def test_what_a_function_saves_is_not_taken_for_an_operators(told_by, monkeypatch):
+    """A Function saves when it is over. The last operator inside it is not the one that saves, and what that one saved
+    is with other hooks."""
+    if told_by == "hooks":
+        torch_tells_hooks()
+        monkeypatch.setattr(recompute, "FUNCTION", None)
+    elif recompute.FUNCTION is None:
+        pytest.skip("this PyTorch has Function.apply in C: no frame tells")
+    asked, inner = [], []
+
+    def unpack(saved):
+        asked.append(saved.shape)
+        return saved
+
+    class Inside(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+                inner.append(F.gelu(x))
+            return x.detach().clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    weights = [leaf(64, 64, seed=i) for i in range(8)]
+    with dropping(2 * BYTES) as at_work:
+        for _ in range(3):
+            with at_work.managed_forward():
+                h = leaf(64, 64, seed=9)
+                for weight in weights:
+                    through = Inside.apply(h * 1)
+                    h = inner.pop() @ weight + through
+                assert not asked
+                h.sum().backward()
+            assert len(asked) == len(weights)
+            asked.clear()
+
+
+def torch_tells_hooks() -> None:
+    """Skips a test where PyTorch does not tell which hook has a saved tensor."""
+    if not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"):
+        pytest.skip("this PyTorch does not tell which hook has a saved tensor")
+
+
 def test_autocast_casts_are_computed_again():
     weights = [leaf(64, 64, seed=i) for i in range(8)]
     x = leaf(64, 64, seed=9)

@@ -81,7 +81,8 @@ def test_training_with_the_sessions_optimizer_is_bit_equal_within_the_cap(mode):
             outside = session.stay.reserved + memory.metrics.vram_peak_mb * MIB
             assert card.ON_CARD or outside + session.core.stats()["device_peak"] <= 4 * MIB
         assert spilled > 0 and memory.weights.stats["h2d_bytes"] > 0
-        assert memory.conductor.telemetry.history[-1]["runtime_snapshots"]["optimizer"] == {"reserved_mb": 0.0}
+        snapshot = memory.conductor.telemetry.history[-1]["runtime_snapshots"]["optimizer"]
+        assert snapshot.keys() == {"reserved_mb"} and (card.ON_CARD or snapshot["reserved_mb"] == 0.0)
     for (name, a), b in zip(net.named_parameters(), reference.parameters()):
         assert same(a.detach(), b.detach()), name
     assert runtimes_of(net) == []

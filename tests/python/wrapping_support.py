@@ -120,8 +120,8 @@ def stack(n=6, d=64, nested=False, **kwargs) -> nn.Module:
     return quantised(made(Stack, n, d, **kwargs), nested)
 
 
-def _aligned_around(weight: Around) -> Around:
-    return type(weight)(*(_aligned_around(part) if isinstance(part, Around) else _aligned(part)
+def aligned_around(weight: Around) -> Around:
+    return type(weight)(*(aligned_around(part) if isinstance(part, Around) else _aligned(part)
                           for part in (getattr(weight, name) for name in weight.__tensor_flatten__()[0])),
                         *(weight.__tensor_flatten__()[1] or {}).values())
 
@@ -133,7 +133,7 @@ def aligned(model: nn.Module) -> nn.Module:
         for name, param in module._parameters.items():
             if isinstance(param, Around):
                 if id(param) not in done:
-                    done[id(param)] = param, nn.Parameter(_aligned_around(param.data), param.requires_grad)
+                    done[id(param)] = param, nn.Parameter(aligned_around(param.data), param.requires_grad)
                 module._parameters[name] = done[id(param)][1]
             elif param is not None:
                 param.data = _aligned(param.data)

@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import threading
 
+from .. import _core
 from .._torch import torch, view
-from ..weights.saved import Kept, Saver, look
+from ..weights.saved import Kept, Saver, hook_of, look
 
-sequence = getattr(torch.autograd, "_get_sequence_nr", None)  # of the next node; None: nothing is computed again
-FUNCTION, SAVER = torch.autograd.Function.apply.__code__, Saver.pack_other.__code__
+sequence = getattr(torch._C._autograd, "_get_sequence_nr", None)  # of the next node; None: nothing is computed again
+# None: it is C's, as in PyTorch 2.15, and no frame tells that a Function saves. The hooks of what was saved do there.
+FUNCTION = getattr(torch.autograd.Function.apply, "__code__", None)
+SAVER = Saver.pack_other.__code__
 NORM = getattr(torch.nn.functional.layer_norm, "__code__", None)
 VIEWS = frozenset(("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0"))
 DEEPEST = 2  # recipes whose inputs are recipes; each more would compute all below it again
@@ -72,9 +75,10 @@ class Recipe:
 
 
 class Recipes:
-    """The recipes of one runtime. Threads: one at a time."""
+    """The recipes of one runtime. unpack: the function of its hooks. Threads: one at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, unpack) -> None:
+        self._unpack = unpack
         # Saves of this pass that came through our hooks: thread, number of the node that saves, edge of what it saves.
         self._saves: set[tuple] = set()
         self._eps: dict[tuple, float] = {}  # of layer norms of this pass: thread, number of the node
@@ -97,7 +101,7 @@ class Recipes:
         have come since its own."""
         if frame is not None and frame.f_code is SAVER:
             frame = frame.f_back
-        if tensor.grad_fn is None or frame is not None and frame.f_code is FUNCTION:
+        if tensor.grad_fn is None or frame is not None and FUNCTION is not None and frame.f_code is FUNCTION:
             return
         if len(self._saves) >= SAVES:
             self.begin()
@@ -106,12 +110,18 @@ class Recipes:
         if frame is not None and frame.f_code is NORM:
             self._eps[node] = frame.f_locals.get("eps")
 
-    def _is_ours(self, node) -> bool:
+    def _is_ours(self, node, saved: tuple) -> bool:
         """Whether what a node has saved is with our hooks. Others are not to be touched: a checkpoint's would compute
         its region."""
         me = threading.get_ident(), node._sequence_nr()
-        return any((*me, before._sequence_nr(), number) in self._saves
-                   for before, number in node.next_functions if before is not None)
+        if not any((*me, before._sequence_nr(), number) in self._saves
+                   for before, number in node.next_functions if before is not None):
+            return False
+        if FUNCTION is not None:
+            return True
+        hooks = [hook_of(node, attribute) for attribute in saved]
+        return all(hook is None or hook is _core.unpack_saved or getattr(hook, "__func__", None) is self._unpack
+                   for hook in hooks)
 
     def find(self, ordinal: int, tensor, storage, open_now) -> Recipe | None:
         """A recipe that is believed for the `ordinal`-th save of the pass, or has just been tried. open_now(packed): an
@@ -136,9 +146,11 @@ class Recipes:
             elif name not in VIEWS:
                 return None
             node = node.next_functions[0][0]
-        if node is None or not self._is_ours(node):
+        if node is None:
             return None
         saved, least, how, _ = OPERATORS[name]
+        if not self._is_ours(node, saved):
+            return None
         inputs = [look(node, attribute) for attribute in saved]
         if None in inputs[:least]:
             return None

@@ -151,7 +151,7 @@ class Saver(NotCopied):
         self._asked = False  # in this pass
         self._before: dict[int, StorageWeakRef] = {}  # of the pass before that one: to be forgotten
         self._many = 256  # entries of the tables above at which they are looked through
-        self._recipes = Recipes() if recompute and sequence is not None else None
+        self._recipes = Recipes(type(self).unpack) if recompute and sequence is not None else None
         self._proof = Proof(pinned=not target.simulated)
         self._new_ones = 0  # records of this pass
         self._search = 3  # passes in which recipes are looked for; more when something goes

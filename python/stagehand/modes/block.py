@@ -19,7 +19,7 @@ import warnings
 from torch.utils import _pytree
 
 from .. import device as devices
-from .._torch import not_to_be_compiled, torch, transformed, unseen
+from .._torch import not_to_be_compiled, torch, transformed, uncompiled, unseen
 from ..arguments import Path, Size, check, switches
 from ..device import DeviceLike
 from ..errors import InvalidArgumentError, InvalidStateTransitionError, NotFoundError, StagehandError
@@ -306,6 +306,7 @@ class StagehandRuntime(SessionRuntime):
 
     # ------------------------------------------------------------------ opening
 
+    @uncompiled
     def prepare(self) -> Session:
         """Takes the model over now, if that has not happened. Raises StagehandOOMError when the budget is too
         small; the model is then as it was."""
@@ -512,6 +513,3 @@ class StagehandRuntime(SessionRuntime):
         if self._own_pool is not None:
             self._own_pool.shutdown()
             self._own_pool = None
-
-
-not_to_be_compiled(StagehandRuntime.prepare, nor_what_it_calls=True)

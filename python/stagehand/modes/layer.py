@@ -78,9 +78,14 @@ class LayerRuntime(SessionRuntime):
         with about_to_wrap(model):
             layers = discover_layers(model)
             if not layers:
+                held = sum(buffer.nbytes for buffer in model.buffers())
+                quantised = (f". Its buffers hold {held} bytes, and buffers stay on the device: layers of other "
+                             "libraries that keep quantised weights there cannot stream"
+                             if held >= OWNED_BYTES else "")
                 raise ValueError(
                     f"No eligible layers in {type(model).__name__}: nothing of it is a Linear, a convolution or an "
-                    f"embedding, or owns {OWNED_BYTES} bytes of parameters: wrap the module that owns the weights")
+                    f"embedding, or owns {OWNED_BYTES} bytes of parameters: wrap the module that owns the "
+                    f"weights{quantised}")
             kept = budget_bytes(ram_budget, "ram_budget")
             if prefetch_k != 3:
                 warnings.warn("stagehand: prefetch_k has no effect: the planner chooses how far to prefetch "

@@ -72,9 +72,11 @@ def _instead(module: torch.nn.Module, found):
 def _property(own: property) -> property:
     """The stand for a property `device` of a class."""
 
-    @functools.wraps(own.fget)
+    getter = own.fget  # compilers of PyTorch 2.4 follow a function, and not a property's attribute
+
+    @functools.wraps(getter)
     def device(module):
-        found = own.fget(module)
+        found = getter(module)
         if torch.compiler.is_compiling():  # a weight that compiled code sees is on the device
             return found
         return _instead(module, found)

@@ -480,10 +480,12 @@ class Session(NotCopied):
 
     def given_on_device(self):
         """A context of a pass. Inside it tensors that functional_call was given on the host, in place of weights that
-        stream, are on the device, wherever the pass reads them; and so are those that it was given in place of weights that stay there."""
+        stream, are on the device, wherever the pass reads them; and so are those that it was given in place of
+        weights that stay there."""
         if self.simulated:
             return _NOTHING
-        given = [(plan.masters, found) for plan in list(self.plans.values()) if (found := plan.given_on_host())]
+        given = [(plan.masters, plan.given_on_host()) for plan in list(self.plans.values()) if plan.replaced]
+        given = [(parameters, found) for parameters, found in given if found]
         if not given:
             return _NOTHING
         for module in self.model.modules():

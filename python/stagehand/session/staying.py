@@ -8,6 +8,7 @@ host, and the next use brings them back. An optimizer's step is a use of those t
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 import warnings
 
@@ -26,6 +27,9 @@ AGAIN = "with shutdown() of its runtime and the call that wrapped the model"
 
 
 _NOTHING = contextlib.nullcontext()
+
+
+_is_on_host = operator.attrgetter("is_cpu")
 
 
 class Staying:
@@ -342,7 +346,7 @@ class Staying:
     def has_data_on_host(self) -> bool:
         """Whether a program has given one of its parameters data on the host: averages of weights that
         were taken before wrapping, for example."""
-        return not (self._session.simulated or self.away) and any(param.is_cpu for param in self._params)
+        return not (self._session.simulated or self.away) and any(map(_is_on_host, self._params))
 
     def _no_room_for(self, items: list[relocate.Item], nbytes: int, error: StagehandOOMError) -> StagehandOOMError:
         came = [item.name for item in items if item.name not in self._counted]

@@ -79,7 +79,7 @@ def region(device: torch.device) -> Region | None:
     """The region that this thread is in; None: autocast keeps no cast."""
     if not (torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()):
         return None
-    if torch.is_inference_mode_enabled() or transforming():
+    if transforming() or torch.is_inference_mode_enabled() and not INFERENCE_KEEPS:
         return None
     last = _last.get(device)
     found = last() if last is not None else None
@@ -96,15 +96,25 @@ def _quiet_takes_gradient() -> bool:
         return torch.mm(leaf, torch.ones(1, 1, device="cpu")).requires_grad
 
 
+def _inference_keeps() -> bool:
+    """Whether casts are kept under inference mode, too, as in PyTorch 2.4 to 2.6."""
+    leaf, one = torch.ones(1, 1, device="cpu", requires_grad=True), torch.ones(1, 1, device="cpu")
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        before = torch.mm(leaf, one)
+        leaf.mul_(2)
+        return torch.equal(torch.mm(leaf, one), before)
+
+
 with hide_from_hooks(), torch.inference_mode(False), torch.enable_grad():
     QUIET_TAKES_GRADIENT = _quiet_takes_gradient()
+    INFERENCE_KEEPS = _inference_keeps()
 
 
 def _find(device: torch.device) -> Region:
     if device not in _leaves:
         with torch.inference_mode(False):
             _leaves[device] = (torch.ones(1, 1, device=device, requires_grad=True), torch.ones(1, 1, device=device))
-    with hide_from_hooks(), torch.enable_grad():
+    with hide_from_hooks(), torch.inference_mode(False), torch.enable_grad():
         node = torch.mm(*_leaves[device]).grad_fn.next_functions[0][0]
     found = node.metadata.get(_ABOUT)
     if found is None:

@@ -246,6 +246,16 @@ def look(node, attribute: str):
     return found[0]
 
 
+def hook_of(node, attribute: str):
+    """The unpack hook that has what node saved as `attribute`, below the pairs of managed calls; None where nothing was
+    saved, no hook has it, or a backward has freed it. Nothing is called. Needs a PyTorch that tells, as 2.13 does."""
+    raw = getattr(node, "_raw_saved_" + attribute)
+    hook, packed = raw.unpack_hook, raw.data
+    while hook is _core.unpack_saved and type(packed) is Below:
+        hook, packed = packed.unpack, packed.packed
+    return hook
+
+
 def looked_at(saved) -> bool:
     """For an unpack hook: whether somebody only looks. It returns NOBODY then, in place of a tensor."""
     found = getattr(_looking, "found", None)
@@ -255,7 +265,7 @@ def looked_at(saved) -> bool:
     return True
 
 
-class _Below:
+class Below:
     """A saved tensor that went to the pair of hooks below ours."""
 
     __slots__ = ("unpack", "packed")
@@ -269,7 +279,7 @@ class _Below:
 
 
 def _unpack(saved) -> torch.Tensor:
-    if type(saved) is _Below:
+    if type(saved) is Below:
         return saved.open()
     if looked_at(saved):
         return NOBODY
@@ -321,7 +331,7 @@ class Saver(_core.Saver):
         packed = savedmodes.packed(self._packed, tensor) if observed() else self._packed(tensor)
         if packed is None:  # what their hooks do is for everybody to see
             pack, unpack = self.below
-            packed = _Below(unpack, pack(tensor))
+            packed = Below(unpack, pack(tensor))
         elif self.below is not None:
             if len(self.handles) == own:
                 self._tell_checkpoint(tensor)

@@ -19,6 +19,7 @@ _detach = torch.ops.aten.detach.default
 _push = torch._C._push_on_torch_dispatch_stack
 _modes, _mode_at = torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_stack_at
 _task = torch._C._current_graph_task_id
+_data = torch.Tensor.data.__get__
 _grad_fn, _requires_grad = torch.Tensor.grad_fn.__get__, torch.Tensor.requires_grad.__get__
 _next = getattr(torch._C._autograd, "_get_sequence_nr", lambda: -1)  # of the next node of this thread
 CONSTANT, INPUT, OUTPUT = range(3)
@@ -58,7 +59,7 @@ def packed(pack_it, tensor: torch.Tensor):
     with aside():
         saved = pack_it(tensor)
     if saved is not None and saved.kind == OUTPUT:
-        tensor.detach()
+        _data(tensor)  # one `detach`, as autograd makes it; Tensor.detach() is two of them in PyTorch 2.4 to 2.8
     return saved
 
 

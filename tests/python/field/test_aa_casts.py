@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import stagehand
+from stagehand.weights.autocast import INFERENCE_KEEPS
 
 FP8 = torch.float8_e4m3fn
 SLOW = 1e8  # bytes/s: a missing wait shows
@@ -112,6 +113,11 @@ def same_passes(model, ref, passes=3):
             assert s.same(model(*x), ref(*x))
 
 
+def same_grad(a, b) -> bool:
+    """On a card but for rounding of the lowest dtype that a cast goes through."""
+    return s.same(a, b) or (card.ON_CARD and s.same(a.bfloat16(), b.bfloat16()))
+
+
 def same_training(model, ref, steps=3, lr=1e-3 if card.ON_CARD else 0.1, passes=1):  # large steps magnify rounding
     optimizers = [torch.optim.SGD(net.parameters(), lr=lr, foreach=False) for net in (model, ref)]
     for _ in range(steps):
@@ -121,7 +127,7 @@ def same_training(model, ref, steps=3, lr=1e-3 if card.ON_CARD else 0.1, passes=
             sum(net(*x).pow(2).sum() for x in xs).backward()
         for (name, p), q in zip(model.named_parameters(), ref.parameters()):
             assert (p.grad is None) == (q.grad is None), name
-            assert p.grad is None or (p.grad.dtype is q.grad.dtype and s.same(p.grad, q.grad)), name
+            assert p.grad is None or (p.grad.dtype is q.grad.dtype and same_grad(p.grad, q.grad)), name
         for optimizer in optimizers:
             optimizer.step()
     same_state(model, ref)
@@ -595,6 +601,8 @@ REGIONS = [several, left_between, cleared_between, not_kept, inner_regions, quie
 
 @pytest.mark.parametrize("passes", REGIONS)
 def test_205_gradients_of_several_uses_in_a_region(passes):
+    if passes is quiet_first and not s.autocast_keeps_gradients():
+        pytest.skip(s.QUIET_CASTS)
     model, ref = both(lambda m: None, Mixed, budget=30_000)
     for number in (1, 2, 3):
         xs, outs = [ref.example()[0] for _ in range(number)], []
@@ -671,15 +679,19 @@ def test_205_a_write_inside_a_region_is_never_mixed(write, grad, mode):
                     stack.close()
                 assert len(outs) < 2 or s.same(*outs)
     same_passes(model, ref)
-    with torch.inference_mode():  # which keeps no casts
+    with torch.inference_mode():  # which keeps no casts in newer versions of PyTorch
         for number in range(2):
             outs = []
             for net in (model, ref):
                 with region():
                     outs.append(net(x))
                     change(net)
-                    outs.append(net(x))
-            assert s.same(outs[0], outs[2]) and s.same(outs[1], outs[3])
+                    if net is model and INFERENCE_KEEPS:
+                        with pytest.raises(stagehand.StagehandError, match=r"weight was written inside a region"):
+                            net(x)
+                    else:
+                        outs.append(net(x))
+            assert s.same(outs[0], outs[2]) and (INFERENCE_KEEPS or s.same(outs[1], outs[3]))
 
 
 def test_205_what_autocast_keeps_is_seen_by_nobody_else():

@@ -272,3 +272,38 @@ def test_own_inputs_and_outputs_that_are_buffers_or_weights_themselves():
         got, want = both(model, ref, lambda net: net.blocks[0].norm(net.inp.weight))
         assert s.same(got, want)
     agree(model, ref)
+
+
+class Packed(nn.Module):
+    """A layer as GPTQ's and AWQ's are: codes and scales are buffers."""
+
+    def __init__(self, d=1024):
+        super().__init__()
+        self.register_buffer("codes", torch.randint(-127, 127, (d, d), dtype=torch.int8))
+        self.register_buffer("scales", torch.rand(d, 1) / 1e4)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.codes.to(x.dtype) * self.scales)
+
+
+def test_221_weights_in_buffers_stay_and_are_counted_and_the_rest_streams():
+    def build():
+        return nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024, bias=False), Packed()) for _ in range(3)))
+
+    model = s.made(build)
+    ref, x = s.aligned_copy(model), torch.randn(2, 1024)
+    packed = sum(buffer.nbytes for buffer in model.buffers())
+    s.wrap(model, packed + 2 * model[0][0].weight.nbytes + (1 << 16))
+    with torch.no_grad():
+        for _ in range(3):
+            assert s.same(model(x), ref(x))
+    stats = s.runtime(model).stats
+    assert stats["reserved_bytes"] >= packed and stats["h2d_bytes"] >= 3 * model[0][0].weight.nbytes
+    s.runtime(model).shutdown()
+
+
+def test_221_a_model_whose_weights_are_all_in_buffers_is_told_so():
+    model = s.made(lambda: nn.Sequential(Packed(), Packed()))
+    held = sum(buffer.nbytes for buffer in model.buffers())
+    with pytest.raises(ValueError, match=f"No eligible layers.* buffers hold {held} bytes, and buffers stay"):
+        stagehand.layer(model, vram_budget="1MB", device=card.NAME)

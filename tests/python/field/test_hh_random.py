@@ -108,6 +108,11 @@ def test_own_recurrent_layers_under_autocast(kind, monkeypatch):
     monkeypatch.setattr(sys.modules[stagehand.layer.__module__], "OWNED_BYTES", 1000)
     model, ref = pair(lambda: Row([nn.Linear(64, 64), Output(kind(64, 64, batch_first=True))], 2, 5, 64),
                       budget=1 << 20)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            ref(*ref.example())
+    except RuntimeError as error:  # oneDNN of PyTorch 2.4 to 2.8
+        pytest.skip(f"the plain model fails in this PyTorch: {error}")
     train_in_a_region(model, ref, steps=2)
 
 

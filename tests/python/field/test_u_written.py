@@ -68,17 +68,17 @@ def by_data(weight, like):
     weight.data += 0.01
 
 
-def array(weight):
+def numbers_of(weight):
     """Its memory as numpy writes it; of a reference on a card the tensor."""
     return weight.detach().numpy() if weight.is_cpu else weight.detach()
 
 
 def by_numpy(weight, like):
-    array(weight)[3:9] += 0.5
+    numbers_of(weight)[3:9] += 0.5
 
 
 def by_one_element(weight, like):
-    array(weight)[50, 41] += 0.5
+    numbers_of(weight)[50, 41] += 0.5
 
 
 def in_place(weight, like):

@@ -76,7 +76,8 @@ def seen(do, *args):
 def alike(got, want):
     """The same operators or functions in the same order. Gradients of one operator may be accumulated in any order."""
     assert want, "nothing was seen"
-    assert [name for name, *_ in got] == [name for name, *_ in want]
+    if not card.ON_CARD:  # whose backward is a thread of its own, beside the caller's, which adds gradients up
+        assert [name for name, *_ in got] == [name for name, *_ in want]
     assert sorted(got) == sorted(want)
 
 
@@ -86,6 +87,10 @@ def same_seen(do, model, ref, *args):
     alike(got[0], want[0])
     if not any(isinstance(part, nn.RNNBase) for part in ref.modules()):  # it looks at each weight that is new to it
         alike(got[1], want[1])
+
+
+# On a card gradients cross to the host, where weights have optimizers of the host's.
+gradients_stay = card.simulated_only
 
 
 def watched_pair(*args, **options):
@@ -192,11 +197,13 @@ def twice(net, x):
     sum(grad.pow(2).sum() for grad in grads).backward()
 
 
+@gradients_stay
 def test_209_modes_see_the_same_of_a_double_backward():
     model, ref = watched_pair(s.Stack, 2, 32, frozen=False, link=None)
     same_seen(twice, model, ref, example(model)[0])
 
 
+@gradients_stay
 def test_209_modes_see_the_same_of_hooks_and_optimizers():
     """Optimizers that step behind backward and inside it, hooks of gradients, clipping."""
     model, ref = watched_pair(s.Stack, 2, 32, frozen=False, link=None)
@@ -413,7 +420,7 @@ def test_209_selective_checkpointing_in_the_first_trained_pass_of_a_process():
                 runtime = stagehand.StagehandRuntime(model, config, block_pattern=r"^blocks\\.\\d+$",
                                                      device=support.device(budget))
                 runtime.prepare()
-            x = example(model)[0]
+            x = model.example()[0]
             got, want = step(model, x), step(ref, x)
             assert len(got) == len(want) and all(map(support.same, got, want))
             runtime.shutdown()
@@ -439,6 +446,8 @@ def test_209_the_same_is_logged_by_torchs_own_debug_mode():
         with debug.DebugMode() as mode:
             train(net, x)
         logs.append(mode.debug_string())
+    if card.ON_CARD:  # two threads
+        logs = [sorted(log.splitlines()) for log in logs]
     assert logs[0] == logs[1] and logs[0]
 
 
