@@ -27,8 +27,6 @@ _private.check(torch.__version__)
 
 from torch.utils.dlpack import from_dlpack as _from_dlpack  # noqa: E402
 
-from . import _savedstack  # noqa: E402
-
 # raw(capsule): the tensor behind a capsule of the core, 1-D uint8 unless it was asked for otherwise, on the
 # capsule's device. Its storage owns the bytes: they are given back when the last view of it dies.
 raw = getattr(torch._C, "_from_dlpack", _from_dlpack)
@@ -45,7 +43,7 @@ STORAGE_USES = getattr(torch._C, "_storage_Use_Count", None) if hasattr(torch.Te
 # itself None: a PyTorch that does not tell. hooks_enabled(): whether pairs may be pushed.
 _graph = torch._C._autograd
 push_hooks, pop_hooks = _graph._push_saved_tensors_default_hooks, _graph._pop_saved_tensors_default_hooks
-top_hooks = getattr(_graph, "_top_saved_tensors_default_hooks", None) or _savedstack.find(push_hooks, pop_hooks)
+top_hooks = getattr(_graph, "_top_saved_tensors_default_hooks", None) or _core.find_top_hooks(push_hooks, pop_hooks)
 hooks_enabled = getattr(_graph, "_saved_tensors_hooks_is_enabled",
                         lambda: _graph._saved_tensors_hooks_get_disabled_error_message() is None)
 

@@ -51,8 +51,8 @@ ROOMS = {
     "_core": ["python/stagehand/_core"],
 }
 # The same for Python: folders under python/stagehand, or modules by name ("." is every other module beside them).
-FOLDERS = ["_core", "_private", "_savedstack", "_torch", "errors", ".", "optim", "weights", "activation", "conductor", "files",
-           "session", "modes", "compat", "integrations", "bench", "__init__"]
+FOLDERS = ["_core", "_private", "_torch", "errors", ".", "optim", "weights", "activation", "conductor",
+           "files", "session", "modes", "compat", "integrations", "bench", "__init__"]
 
 # Includes, calls and imports upwards that are still there.
 UPWARDS = {

@@ -17,7 +17,12 @@ here = pytest.mark.skipif(not PACKAGE.exists(), reason="the repository is not he
 # Those that may be missing here. PyTorch's own functions take the dlpack one, and it makes no difference on a CPU where
 # the CUDA ones are; a class of C's keeps its own; a setting is looked at when a block is compiled.
 NOT_HIDDEN = ("torch._C._cuda_", "torch._C._from_dlpack", "torch.Tensor.", "torch._dynamo.config.", "torch.amp.")
-THERE = [name for name in _private.OPTIONAL if _private._is_there(name) and not name.startswith(NOT_HIDDEN)]
+NEEDED = [line for line in _private.LINES if " " not in line]
+EITHER = [line.split(" or ") for line in _private.LINES if " or torch." in line and ": " not in line]
+WITHOUT = dict(line.split(": ", 1) for line in _private.LINES if ": " in line)
+OF_OBJECTS = [name.split(".") for name in WITHOUT if not name.startswith("torch.")]
+THERE = [name for name in WITHOUT
+         if name.startswith("torch.") and _private.is_there(name) and not name.startswith(NOT_HIDDEN)]
 
 
 def is_private(name: str) -> bool:
@@ -65,7 +70,7 @@ def covers(name: str, path: str) -> bool:
 
 @here
 def test_every_private_name_that_the_code_uses_is_listed():
-    listed = {*_private.NEEDED, *_private.OPTIONAL, *_private.EITHER, *_private.EITHER.values()}
+    listed = {name for name in (*NEEDED, *WITHOUT, *sum(EITHER, [])) if name.startswith("torch.")}
     paths = used()
     assert not {path: file for path, file in paths.items() if not any(covers(name, path) for name in listed)}
     assert not [name for name in listed if not any(covers(name, path) for path in paths)]
@@ -78,27 +83,28 @@ def test_those_that_are_needed_are_there():
     leaf = torch.ones(2, requires_grad=True)
     samples = {"Module": recurrent, "RNN": recurrent, "Tensor": leaf, "Storage": leaf.untyped_storage(),
                "Node": nn.functional.gelu(leaf).grad_fn}
-    for kind, names in _private.OF_OBJECTS.items():
-        for name in names.split():
-            assert hasattr(samples[kind], name), (kind, name)
+    assert OF_OBJECTS
+    for kind, name in OF_OBJECTS:
+        assert hasattr(samples[kind], name), (kind, name)
 
 
 def test_a_pytorch_that_lacks_one_is_refused_by_name():
     """One after the other is hidden, of those that can be."""
     done = children.run("""
+        import pkgutil
         from stagehand import _private
         hidden = 0
-        for name in _private.NEEDED:
+        for name in [line for line in _private.LINES if " " not in line]:
             owner, _, last = name.rpartition(".")
-            owner = _private.find(owner)
+            owner = pkgutil.resolve_name(owner)
             own = getattr(owner, last)
             try:
                 delattr(owner, last)
             except (AttributeError, TypeError):
                 continue  # of a class of C's
             try:
-                if hasattr(owner, last):
-                    continue  # it makes another
+                if _private.is_there(name):
+                    continue  # a module, which is found again
                 hidden += 1
                 try:
                     _private.check("9.9")

@@ -126,6 +126,7 @@ int tensor_view_of(PyObject *dtypes, PyObject *dtype, PyObject *shape, PyObject 
 
 /* modes.c */
 PyObject *know_modes(PyObject *module, PyObject *args);
+PyObject *find_top_hooks(PyObject *module, PyObject *args);
 
 /* trainables.c */
 PyObject *choose_trainables(PyObject *module, PyObject *args, PyObject *kwargs);

@@ -43,6 +43,10 @@ static PyMethodDef functions[] = {
     {"device_count", device_count, METH_VARARGS,
      "device_count(backend, /)\n--\n\n"
      "Returns (number of devices, reason): the reason says why there are none, and is \"\" otherwise."},
+    {"find_top_hooks", find_top_hooks, METH_VARARGS,
+     "find_top_hooks(push, pop, /)\n--\n\n"
+     "A function that returns the calling thread's pair of saved-tensor hooks (pack, unpack), or None. None: this "
+     "PyTorch keeps its pairs in another way. push, pop: PyTorch's own."},
     {"know_modes", know_modes, METH_VARARGS,
      "know_modes(dispatch, function, /)\n--\n\n"
      "torch's functions (count, pop, push) for the calling thread's stacks of modes."},

@@ -9,7 +9,7 @@ import torch
 from pairs import agree, pair, same_grads
 from torch import nn
 
-from stagehand import _savedstack
+from stagehand import _core
 from stagehand._torch import pop_hooks, push_hooks, top_hooks
 
 
@@ -57,7 +57,7 @@ def test_244_hooks_of_the_users_get_what_is_no_weight():
 
 def test_244_the_pair_in_force_is_the_last_that_this_thread_pushed():
     """As PyTorch tells it, and as it is read where PyTorch does not."""
-    own = _savedstack.find(push_hooks, pop_hooks)
+    own = _core.find_top_hooks(push_hooks, pop_hooks)
     assert own is not None or hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
     pairs, elsewhere = [None], []
     for top in {top_hooks, own or top_hooks}:
