@@ -103,6 +103,17 @@ STH_API uint64_t sth_checkpoint_hole_bytes(const sth_checkpoint *checkpoint, uin
 STH_API sth_status sth_checkpoint_read(sth_checkpoint *checkpoint, uint32_t file, uint64_t offset,
                                        uint64_t bytes, void *buffer);
 
+/* The names under which checkpoints may hold a parameter of a model. Other code may have written the
+ * checkpoint: a wrapper's component may be missing, attention and feed-forward parts may be called
+ * otherwise, and everything may lie under a root. They come by rank: 0 the name itself, 1 the name
+ * without wrappers under any root, 2 its aliases. A hit in one rank hides the later ones; two hits in
+ * one rank are ambiguous, where the tensors differ. `name` is valid during the call alone. */
+typedef void sth_name_visit(void *context, uint32_t rank, const char *name);
+/* Calls `visit` with each of them, ranks ascending. Returns INVALID_ARGUMENT for a name with more than
+ * 4096 of them, before any call; OUT_OF_HOST_MEMORY. Threads: any, at once. Blocks: no. Allocates:
+ * scratch. */
+STH_API sth_status sth_checkpoint_names(const char *name, sth_name_visit *visit, void *context);
+
 /* A byte range of a checkpoint file, or of a store's layer, and where it goes in a unit's place
  * (runtime.h). */
 typedef struct sth_file_range {

@@ -3,6 +3,7 @@
 
 #include "base/error.h"
 #include "store/access.h"
+#include "store/candidates.h"
 #include "store/checkpoint.h"
 #include "store/dtype.h"
 
@@ -53,6 +54,12 @@ sth_status sth_checkpoint_read(sth_checkpoint *checkpoint, uint32_t file, uint64
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL,
                          "sth_checkpoint_read needs a checkpoint and a buffer");
     return sthi_checkpoint_read(checkpoint, file, offset, bytes, buffer);
+}
+
+sth_status sth_checkpoint_names(const char *name, sth_name_visit *visit, void *context) {
+    if (!name || !visit)
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "sth_checkpoint_names needs a name and a function");
+    return sthi_checkpoint_names(name, visit, context);
 }
 
 const char *sth_read_way_name(sth_read_way way) {

@@ -23,6 +23,7 @@ enum {
     KEPT = 4,                 /* candidates that local search starts from */
     COARSE_RINGS = 28,
     HOLD_STEPS = 4,
+    REJECTED_A_TRIAL = 4,     /* that cost as much as one simulation */
     TINY = 8,                 /* streamable units up to which every set of residents is priced */
     TINY_RINGS = 24           /* with so many rings */
 };
@@ -44,6 +45,7 @@ typedef struct search {
     uint64_t present_bytes; /* of units that are PRESENT, where changes cost something */
     double floor_ns;     /* no plan is faster */
     uint32_t trials;      /* simulations so far */
+    uint32_t rejected;    /* choices whose copies alone took too long: no simulation, but some work as well */
     uint32_t most_trials; /* allowed in this phase */
     uint32_t all_trials;  /* allowed in all */
     uint64_t chance;
@@ -92,7 +94,11 @@ static void try_choice(search *s, candidate *c, sthi_choice choice) {
     if (c->price_ns <= s->floor_ns) return;
     sthi_pipe_build_loads(s->pipe, s->w, c->resident, choice.hold, c->anew);
     double link_ns = fmax(sthi_pipe_link_ns(s->pipe, s->w->in), sthi_pipe_disk_ns(s->pipe, s->w->in));
-    if (link_ns >= c->price_ns || !sthi_pipe_place(s->pipe, s->w->in, choice.ring, choice.homes)) return;
+    if (link_ns >= c->price_ns || !sthi_pipe_place(s->pipe, s->w->in, choice.ring, choice.homes)) {
+        /* A search without a limit of the caller's has one that is wide enough for those. */
+        if (s->w->in->most_simulations && ++s->rejected % REJECTED_A_TRIAL == 0) s->trials++;
+        return;
+    }
     s->trials++;
     sthi_pipe_note_missing(s->pipe, s->w, c->resident);
     sthi_price price = sthi_pipe_simulate(s->pipe, s->w->in, choice.ring, c->price_ns);

@@ -7,6 +7,7 @@
 #include "runtime/bundle.h"
 #include "runtime/drops.h"
 #include "runtime/extents.h"
+#include "runtime/planning.h"
 #include "runtime/share/join.h"
 #include "state/state.h"
 
@@ -22,6 +23,7 @@ static void free_rest(sth_runtime *rt) {
     }
     sthi_plan_destroy(rt->planned.plan);
     sthi_bundles_destroy(rt->planned.bundles);
+    sthi_made_drop(&rt->planned.before);
     sthi_free(rt->units);
     sthi_free(rt->planned.units);
     sthi_free(rt->order.uses);

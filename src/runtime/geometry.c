@@ -21,6 +21,7 @@
 #include "runtime/planning.h"
 #include "runtime/program.h"
 #include "state/state.h"
+#include "telemetry/timeline.h"
 
 enum { ALLOC_TRIES = 6 };
 /* A new plan must predict this share of the old step or less. */
@@ -64,6 +65,8 @@ static void adopt(sth_runtime *rt, const sthi_made_plan *m) {
     STHI_INVARIANT(plan->use_count == rt->order.count && plan->load_count <= rt->order.cap);
     sthi_plan_destroy(rt->planned.plan);
     rt->planned.plan = plan;
+    rt->planned.asked = m->asked;
+    rt->planned.room = m->room;
     rt->planned.count++;
     rt->link.watch = (sthi_link_watch){0};
     take_bundles(rt, m->bundles);
@@ -133,7 +136,9 @@ static sth_status install(sth_runtime *rt, sthi_made_plan m) {
     rt->program.on = rt->planned.homes = false;
     sthi_cancel_queue(rt);
     uint64_t asked = rt->options.budget;
+    sthi_mark begun = sthi_timeline_mark("lay memory out", rt->name);
     sth_status rc = place_plan(rt, &m);
+    sthi_timeline_since(begun, STHI_TRACK_CALL, rt->name, "lay memory out", 0);
     if (rt->options.budget != asked) rt->stats.budget_cuts++;
     if (rc != STH_OK) {
         sthi_extents_free_all(rt); /* what an unfinished plan kept may not fit beside what is busy */
@@ -186,9 +191,19 @@ static sth_status plan_and_install(sth_runtime *rt) {
     return install(rt, m);
 }
 
-static sth_status install_within(sth_runtime *rt, uint64_t bytes) {
+static sth_status install_before(sth_runtime *rt) {
+    sthi_made_plan m = {0};
+    if (rt->options.policy == STH_POLICY_STATIC) return plan_and_install(rt);
+    sthi_plan_set_aside(rt);
+    sthi_plan_drop(rt);
+    bool taken = sthi_plan_before(rt, &m);
+    sth_status rc = taken ? install(rt, m) : plan_and_install(rt);
+    return taken && rc == STH_BUDGET_TOO_SMALL ? plan_and_install(rt) : rc;
+}
+
+static sth_status install_within(sth_runtime *rt, uint64_t bytes, bool as_before) {
     sthi_hold(rt, bytes);
-    sth_status rc = plan_and_install(rt);
+    sth_status rc = as_before ? install_before(rt) : plan_and_install(rt);
     bool full = rc == STH_BUDGET_TOO_SMALL || rc == STH_OUT_OF_DEVICE_MEMORY;
     bool all = !rt->leases.bytes && !rt->extents.closing_bytes; /* else another may fit soon */
     rt->planned.refused = full && all ? rc : STH_OK;
@@ -196,14 +211,20 @@ static sth_status install_within(sth_runtime *rt, uint64_t bytes) {
     return rc;
 }
 
-sth_status sthi_geometry_install(sth_runtime *rt) { return install_within(rt, rt->options.budget); }
+sth_status sthi_geometry_install(sth_runtime *rt) { return install_within(rt, rt->options.budget, false); }
 
-sth_status sthi_geometry_install_in_haste(sth_runtime *rt, uint64_t bytes) {
+static sth_status install_in_haste(sth_runtime *rt, uint64_t bytes, bool as_before) {
     rt->planned.hurry = true;
-    sth_status rc = install_within(rt, bytes);
+    sth_status rc = install_within(rt, bytes, as_before);
     rt->planned.hurry = false;
     return rc;
 }
+
+sth_status sthi_geometry_install_in_haste(sth_runtime *rt, uint64_t bytes) {
+    return install_in_haste(rt, bytes, false);
+}
+
+sth_status sthi_geometry_come_back(sth_runtime *rt) { return install_in_haste(rt, rt->options.budget, true); }
 
 static sth_status improve(sth_runtime *rt, bool *out_changed) {
     sthi_made_plan m = {0};

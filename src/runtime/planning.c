@@ -9,10 +9,20 @@
 #include "runtime/bundle.h"
 #include "runtime/plan_input.h"
 #include "state/state.h"
+#include "telemetry/timeline.h"
 
 /* Plans are made for a link that is this much slower than it was measured. Rates and compute vary from step to
  * step: of plans that promise the same, the one that needs all of the link is late when they do. */
 static const double LINK_MARGIN = 0.9;
+
+/* A plan from before promises so little more than it did, or is so near what none can better. */
+static const double AS_BEFORE = 1.05, NEAR_BOUND = 0.98;
+enum { SPARE_SHARE = 64 }; /* of its room that it may leave unused */
+
+static uint64_t mixed(uint64_t n, uint64_t with) {
+    n = (n ^ with) * UINT64_C(0x9E3779B97F4A7C15);
+    return n ^ n >> 32;
+}
 
 void sthi_made_drop(sthi_made_plan *m) {
     sthi_plan_destroy(m->plan);
@@ -67,10 +77,24 @@ static sth_status create_plan(sth_runtime *rt, const sth_plan_input *in, sthi_ma
     return rc;
 }
 
-sth_status sthi_plan_make(sth_runtime *rt, sthi_made_plan *out) {
+/* A number for all that a plan depends on but rates, times, the room, and where units lie now. */
+static uint64_t question(const sth_plan_input *in) {
+    uint64_t n = in->unit_count, of_input[] = {in->use_count, in->chunk_bytes, in->read_ahead_bytes,
+                                               in->least_ring_bytes, in->ring_granularity};
+    for (uint32_t i = 0; i < in->unit_count; i++) {
+        const sth_plan_unit *u = &in->units[i];
+        n = mixed(mixed(n, u->bytes), u->flags & ~(uint32_t)STH_UNIT_PRESENT);
+        n = mixed(mixed(n, u->transfer_bytes), u->packed_bytes);
+    }
+    for (uint32_t t = 0; t < in->use_count; t++) n = mixed(n, in->uses[t].unit);
+    for (size_t i = 0; i < sizeof of_input / sizeof *of_input; i++) n = mixed(n, of_input[i]);
+    return n;
+}
+
+static sth_status make_plan(sth_runtime *rt, sthi_made_plan *out) {
     sth_plan_input in;
-    sthi_made_plan m = {0};
     sthi_plan_input(rt, &in);
+    sthi_made_plan m = {.asked = question(&in), .room = in.budget};
     STHI_TRY(sthi_bundles_make(rt, &in, &m.bundles));
     sth_status rc = create_plan(rt, &in, &m);
     if (rc != STH_OK) sthi_made_drop(&m);
@@ -78,13 +102,59 @@ sth_status sthi_plan_make(sth_runtime *rt, sthi_made_plan *out) {
     return rc;
 }
 
-sth_status sthi_plan_price(sth_runtime *rt, double link, sth_prediction *out) {
+sth_status sthi_plan_make(sth_runtime *rt, sthi_made_plan *out) {
+    sthi_mark begun = sthi_timeline_mark("plan", rt->name);
+    sth_status rc = make_plan(rt, out);
+    sthi_timeline_since(begun, STHI_TRACK_CALL, rt->name, "plan", 0);
+    return rc;
+}
+
+static sth_status price(sth_runtime *rt, const sth_plan *plan, sthi_bundles *bundles, double link,
+                        sth_prediction *out) {
     sth_plan_input in, joined;
     sthi_plan_input(rt, &in);
     if (link > 0) in.link_bytes_per_s = link;
-    if (!rt->planned.bundles) return sthi_plan_predict(&in, rt->planned.plan, out);
-    sthi_bundles_input(rt->planned.bundles, &in, &joined);
-    return sthi_plan_predict(&joined, rt->planned.bundles->plan, out);
+    if (!bundles) return sthi_plan_predict(&in, plan, out);
+    sthi_bundles_input(bundles, &in, &joined);
+    return sthi_plan_predict(&joined, bundles->plan, out);
+}
+
+sth_status sthi_plan_price(sth_runtime *rt, double link, sth_prediction *out) {
+    return price(rt, rt->planned.plan, rt->planned.bundles, link, out);
+}
+
+void sthi_plan_set_aside(sth_runtime *rt) {
+    if (!rt->planned.plan) return;
+    sthi_made_drop(&rt->planned.before);
+    rt->planned.before = (sthi_made_plan){rt->planned.plan, rt->planned.bundles, rt->planned.asked, rt->planned.room};
+    rt->planned.plan = NULL;
+    rt->planned.bundles = NULL;
+}
+
+static bool suits(sth_runtime *rt, const sthi_made_plan *m) {
+    sth_plan_input in;
+    sth_prediction now, *then = &m->plan->prediction;
+    if (rt->planned.again) return false;
+    sthi_plan_input(rt, &in);
+    uint64_t needs = then->resident_bytes + then->packed_bytes + m->plan->ring_bytes + m->plan->demand_bytes;
+    if (in.budget < needs || in.budget > m->room + m->room / SPARE_SHARE || question(&in) != m->asked) return false;
+    if (price(rt, m->plan, m->bundles, 0, &now) != STH_OK) return false;
+    bool as_before = (double)now.step_ns <= AS_BEFORE * (double)then->step_ns;
+    if (!as_before && (double)now.lower_bound_ns < NEAR_BOUND * (double)now.step_ns) return false;
+    *then = now;
+    return true;
+}
+
+bool sthi_plan_before(sth_runtime *rt, sthi_made_plan *out) {
+    sthi_made_plan m = rt->planned.before;
+    rt->planned.before = (sthi_made_plan){0};
+    if (!m.plan) return false;
+    if (suits(rt, &m)) {
+        *out = m;
+        return true;
+    }
+    sthi_made_drop(&m);
+    return false;
 }
 
 /* What is known for plans, for use without the lock: the steady step, wherever units lie now. */

@@ -4,17 +4,16 @@
 #include "stagehand/curve.h"
 #include "state/state.h"
 
-/* A plan by units, and the bundles that it was made of; NULL where each unit stands for itself. */
-typedef struct sthi_made_plan {
-    sth_plan *plan;
-    sthi_bundles *bundles;
-} sthi_made_plan;
-
 void sthi_made_drop(sthi_made_plan *m);
 /* For the order, the budget and the rates in force. */
 sth_status sthi_plan_make(sth_runtime *rt, sthi_made_plan *out);
 /* What the plan in force promises with the times that are known now, at such a rate of the link; 0: it is not known. */
 sth_status sthi_plan_price(sth_runtime *rt, double link, sth_prediction *out);
+/* The plan in force is none any more, and kept for when the runtime comes back. */
+void sthi_plan_set_aside(sth_runtime *rt);
+/* Takes the plan that was set aside, if it was made for the present order, units and, but for a little, room, and
+ * promises now what it did; false: there is none, or it does not suit and is gone. */
+bool sthi_plan_before(sth_runtime *rt, sthi_made_plan *out);
 /* As sth_runtime_curve. Lock not held. */
 sth_status sthi_runtime_curve(sth_runtime *rt, uint32_t count, sth_curve_point *points, uint32_t *out_count);
 #endif

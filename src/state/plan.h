@@ -15,10 +15,20 @@ typedef struct sthi_bundles {
     sth_plan *plan;          /* made for these units and uses */
 } sthi_bundles;
 
+/* A plan by units, and the bundles that it was made of; NULL where each unit stands for itself. */
+typedef struct sthi_made_plan {
+    sth_plan *plan;
+    sthi_bundles *bundles;
+    uint64_t asked;          /* of the input that it was made for (sthi_plan_question) */
+    uint64_t room;           /* that the input had for units */
+} sthi_made_plan;
+
 /* runtime/geometry.c */
 typedef struct sthi_planned {
     sth_plan *plan;          /* by units */
     sthi_bundles *bundles;   /* that it was made of; NULL: each unit stands for itself */
+    uint64_t asked, room;    /* as those of sthi_made_plan */
+    sthi_made_plan before;   /* in force until the runtime gave way; plan NULL: there is none */
     sth_plan_unit *units;    /* [unit_count] room for the planner's input */
     uint64_t all_bytes;      /* of all units of the runtime */
     uint32_t *load_uses;     /* [plan->load_count] */

@@ -74,7 +74,7 @@ MOST_FIELDS = 40
 LARGE_STRUCTS = []
 
 # Most that Python, without integrations, may be of the lines of code: what decides is C. Only goes down.
-MOST_PYTHON = 25.0  # percent of those of Python, the library and the tool together
+MOST_PYTHON = 24.9  # percent of those of Python, the library and the tool together
 
 KEYWORDS = {"if", "for", "while", "switch", "return", "sizeof", "defined", "do", "else"}
 SCRAP = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.DOTALL)

@@ -401,7 +401,7 @@ def test_parameters_without_a_tensor_may_stay_in_ram(world, tmp_path):
     del tensors["blocks.1.up.weight"]
     save(tmp_path / "part.safetensors", tensors)
     runtime = runtime_of(model)
-    with pytest.warns(RuntimeWarning, match="1 parameters have no tensor"):
+    with pytest.warns(RuntimeWarning, match=r"blocks\.1\.up\.weight have no tensor"):
         assert runtime.convert_registry_to_file_backed(tmp_path / "part.safetensors", strict=False) == 41
     for _ in range(2):
         assert same(model(x), reference(x))

@@ -238,6 +238,36 @@ static void a_model_of_one_step_streams_past_one_of_many_steps(void **state) {
     sthi_device_release(device);
 }
 
+/* No search is made for a plan that there was: each call of a pipeline has its models come and go the same way. */
+static void whoever_comes_back_to_as_much_room_has_the_plan_of_before(void **state) {
+    (void)state;
+    sth_device *device = open_device(160 * KIB);
+    world text, image;
+    open_model(&text, device, "text", 9, 144);
+    open_model(&image, device, "image", 9, 144);
+    const sth_plan *of_image = NULL;
+    uint32_t kept = 0;
+    for (int call = 0; call < 6; call++) {
+        assert_ok(step(&text));
+        for (int i = 0; i < 5; i++) assert_ok(step(&image));
+        kept += image.runtime->planned.plan == of_image;
+        of_image = image.runtime->planned.plan;
+        assert_null(image.runtime->planned.before.plan);
+        assert_exact(device, (world *const[]){&text, &image}, 2);
+    }
+    assert_true(kept >= 3);
+    assert_ok(step(&text));
+    assert_ok(sthi_runtime_set_budget(image.runtime, 96 * KIB)); /* while it is away */
+    assert_ok(step(&image));
+    const sth_plan *less = image.runtime->planned.plan;
+    assert_true(less->ring_bytes + (uint64_t)less->prediction.resident_bytes <= 96 * KIB && has(&image) <= 96 * KIB);
+    assert_ok(sth_runtime_reserve(text.runtime, STH_PRIORITY_PRIMARY)); /* image has to leave altogether */
+    assert_ok(step(&text));
+    world_close(&text);
+    world_close(&image); /* with a plan that nobody asked for again */
+    sthi_device_release(device);
+}
+
 static void what_was_lent_comes_back_for_another_plan_too(void **state) {
     (void)state;
     sth_device *device = open_device(160 * KIB);
@@ -895,6 +925,7 @@ int main(void) {
         cmocka_unit_test(a_budget_that_is_found_keeps_the_smallest_and_does_not_grow_while_leased),
         cmocka_unit_test(opening_takes_only_what_is_free),
         cmocka_unit_test(a_model_of_one_step_streams_past_one_of_many_steps),
+        cmocka_unit_test(whoever_comes_back_to_as_much_room_has_the_plan_of_before),
         cmocka_unit_test(what_was_lent_comes_back_for_another_plan_too),
         cmocka_unit_test(a_primary_larger_than_the_device_reserves_its_plan),
         cmocka_unit_test(what_does_not_fit_beside_a_primary_says_so),

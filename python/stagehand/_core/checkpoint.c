@@ -96,6 +96,23 @@ static PyObject *checkpoint_tensors(PyObject *op, PyObject *none) {
     return list;
 }
 
+static void add_name(void *lists, uint32_t rank, const char *name) {
+    PyObject **ranks = lists;
+    if (ranks[rank] && !append(ranks[rank], PyUnicode_FromString(name))) Py_CLEAR(ranks[rank]);
+}
+
+PyObject *name_ranks(PyObject *module, PyObject *args) {
+    (void)module;
+    const char *name;
+    if (!PyArg_ParseTuple(args, "s:name_ranks", &name)) return NULL;
+    PyObject *ranks[3] = {PyList_New(0), PyList_New(0), PyList_New(0)};
+    sth_status status = sth_checkpoint_names(name, add_name, ranks);
+    if (status == STH_OK && ranks[0] && ranks[1] && ranks[2])
+        return Py_BuildValue("(NNN)", ranks[0], ranks[1], ranks[2]);
+    for (int i = 0; i < 3; i++) Py_XDECREF(ranks[i]);
+    return status == STH_OK ? NULL : raise_status(status);
+}
+
 static PyObject *checkpoint_scales(PyObject *op, PyObject *none) {
     (void)none;
     checkpoint_object *self = (checkpoint_object *)op;

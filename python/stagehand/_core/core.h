@@ -249,6 +249,9 @@ PyObject *assume_available(PyObject *module, PyObject *bytes);
 /* activation.c */
 PyObject *activation_states(void);
 
+/* checkpoint.c */
+PyObject *name_ranks(PyObject *module, PyObject *args);
+
 /* rows.c */
 PyObject *rows_bytes(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *rows_slots(PyObject *module, PyObject *args, PyObject *kwargs);

@@ -123,6 +123,9 @@ static PyMethodDef functions[] = {
      "(for each weight the name of its home, a key of HOMES, bytes on the device) of weights that are\n"
      "trained: tuples (bytes, of its gradient, of its state). The rest as in stagehand/trainables.h; a link\n"
      "of 0: its default. Raises InvalidArgumentError."},
+    {"name_ranks", name_ranks, METH_VARARGS,
+     "name_ranks(name, /)\n--\n\n"
+     "Three lists of names under which checkpoints may hold a parameter (checkpoint.h)."},
     {"rows_bytes", (PyCFunction)(void (*)(void))rows_bytes, METH_VARARGS | METH_KEYWORDS,
      "rows_bytes(slots, /, *, part_bytes, rows, rows_largest, rows_token, units_all, units_least, stays_bytes)\n--\n\n"
      "Bytes that a pool of so many slots takes (rows.h)."},

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..arguments import MOST, check
-from ..givenfields import remember_given
-from ..telemetryfile import ACTIVATIONS, fill_in
+from ..arguments import MOST
+from ..givenfields import BITS_31, Settings, remember_given, whole
+from ..telemetryfile import ACTIVATIONS
 
 MIB = 1 << 20
 
 
 @remember_given
 @dataclass
-class ActivationStagehandConfig:
+class ActivationStagehandConfig(Settings):
     """Settings of an ActivationRuntime. Raises ValueError or TypeError naming the field.
 
     enabled: False: nothing is installed. vram_high_watermark_mb, vram_low_watermark_mb: MiB in use on the device;
@@ -42,19 +42,14 @@ class ActivationStagehandConfig:
     recompute_threshold_bytes: int = 0
     recompute_cheap: bool = True
 
-    def __post_init__(self) -> None:
-        fill_in(self, ACTIVATIONS)
-        self.validate()
+    _TELEMETRY = ACTIVATIONS
+    _RANGES = {"vram_high_watermark_mb": (0, BITS_31), "vram_low_watermark_mb": (0, BITS_31),
+               "max_inflight_d2h": (0, BITS_31), "max_inflight_h2d": (0, BITS_31),
+               "recompute_threshold_bytes": (0, MOST)}
 
     def validate(self) -> None:
         """Checks every field as it is now."""
-        for name in ("enabled", "debug_checksums", "telemetry_enabled", "recompute_cheap"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"ActivationStagehandConfig.{name} must be True or False, not {getattr(self, name)!r}")
-        for name, least in (("vram_high_watermark_mb", 0), ("vram_low_watermark_mb", 0), ("max_inflight_d2h", 0),
-                            ("max_inflight_h2d", 0), ("recompute_threshold_bytes", 0)):
-            _integer(name, getattr(self, name), least)
-        check("ActivationStagehandConfig.telemetry_file", self.telemetry_file, "path", none=True)
+        super().validate()
         if self.vram_low_watermark_mb > self.vram_high_watermark_mb:
             raise ValueError(
                 f"ActivationStagehandConfig.vram_low_watermark_mb={self.vram_low_watermark_mb} must not be above "
@@ -67,7 +62,7 @@ class ActivationStagehandConfig:
         if not isinstance(sizes, (tuple, list)):
             raise TypeError(f"ActivationStagehandConfig.pinned_pool_classes_mb must be a tuple, not {sizes!r}")
         for size in sizes:
-            _integer("pinned_pool_classes_mb", size, 1)
+            whole("ActivationStagehandConfig.pinned_pool_classes_mb", size, 1, BITS_31)
         if list(sizes) != sorted(set(sizes)) or not 1 <= len(sizes) <= 16:
             raise ValueError(f"ActivationStagehandConfig.pinned_pool_classes_mb must be 1 to 16 growing sizes, "
                              f"not {sizes!r}")
@@ -80,16 +75,8 @@ class ActivationStagehandConfig:
             raise TypeError(f"ActivationStagehandConfig.slabs_per_class must be an int, a tuple or None, "
                             f"not {counts!r}")
         for count in counts:
-            _integer("slabs_per_class", count, 1)
+            whole("ActivationStagehandConfig.slabs_per_class", count, 1, BITS_31)
         if len(counts) != len(sizes):
             raise ValueError(f"ActivationStagehandConfig.slabs_per_class has {len(counts)} counts for {len(sizes)} "
                              f"pinned_pool_classes_mb")
         return tuple(size * MIB for size in sizes), tuple(counts)
-
-
-def _integer(name: str, value, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"ActivationStagehandConfig.{name} must be an int, not {value!r}")
-    most = MOST if name.endswith("_bytes") else MOST >> 32
-    if not least <= value <= most:
-        raise ValueError(f"ActivationStagehandConfig.{name} must be at least {least} and at most {most}, not {value}")

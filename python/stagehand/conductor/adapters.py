@@ -29,6 +29,7 @@ class Adapter(NotCopied):
 
     _conductor = None
     name = ""
+    _reserved = _ident = 0  # bytes, and the reservation, of one that holds device memory for good
 
     def attach(self, conductor: ConductorRuntime, name: str) -> None:
         """Saves the runtime's settings. Called by ConductorRuntime.register_adapter, with `name` as its owner."""
@@ -73,6 +74,24 @@ class Adapter(NotCopied):
 
     # ------------------------------------------------------------------ before a load that somebody else carries out
 
+    def _release(self, conductor: ConductorRuntime) -> None:
+        conductor.budget.release(self._ident)
+        self._reserved = self._ident = 0
+
+    def _reserve_in_place(self, wanted: int, what: str, remedy: str) -> None:
+        """Reserves `wanted` bytes, 0: none; it has released what it had. StagehandOOMError says what they are for, and
+        what to do."""
+        if not wanted:
+            return
+        budget = self._conductor.budget
+        self._reserved = wanted  # what it has on the device already is part of it, and not somebody else's
+        grant = budget.reserve(self.name, wanted, Mode.HARD, Priority.CRITICAL, adapter=True)
+        if grant.status is not GrantStatus.GRANTED:
+            self._reserved = 0
+            raise StagehandOOMError(f"{what}, and below the hard cap {budget.headroom(hard=True)} are left: {remedy}",
+                                    object=self.name)
+        self._ident = grant.id
+
     def _request(self, priority: Priority, nbytes: int, block_id, step_id):
         conductor = self._conductor
         if conductor is None or conductor.transfer is None:
@@ -99,7 +118,6 @@ class StagehandConductorAdapter(Adapter):
     def __init__(self, runtime: object) -> None:
         self.runtime = runtime
         self.session = None
-        self._reserved = self._ident = 0
         self._original = self._now = 0
         self._inflight = 0  # loads ahead under way at once; 0: no limit
 
@@ -124,8 +142,7 @@ class StagehandConductorAdapter(Adapter):
             return
         self._hold(session, False)
         self.session = None
-        conductor.budget.release(self._ident)
-        self._reserved = self._ident = 0
+        self._release(conductor)
         conductor.share_anew(session.target.core)
 
     def _let_go(self) -> None:
@@ -157,22 +174,12 @@ class StagehandConductorAdapter(Adapter):
         return max(0, min(self.session.budget, most - others))
 
     def _reserve(self) -> None:
-        budget = self._conductor.budget
-        if self._ident:
-            budget.release(self._ident)
-        self._ident, self._reserved = 0, 0
+        self._release(self._conductor)
         wanted = self._wanted()
-        if not wanted:
-            return
-        self._reserved = wanted  # what it has on the device already is part of it, and not somebody else's
-        grant = budget.reserve(self.name, wanted, Mode.HARD, Priority.CRITICAL, adapter=True)
-        if grant.status is not GrantStatus.GRANTED:
-            self._reserved = 0
-            raise StagehandOOMError(
-                f"the weights of '{self.session.name}' want {wanted} bytes, and below the hard cap "
-                f"{budget.headroom(hard=True)} are left: lower vram_budget, raise vram_hard_cap_mb, or give the models "
-                f"a stagehand.Device(budget=...) that they share", object=self.name)
-        self._ident = grant.id
+        self._reserve_in_place(
+            wanted, f"the weights of '{self.session.name}' want {wanted} bytes",
+            "lower vram_budget, raise vram_hard_cap_mb, or give the models a stagehand.Device(budget=...) that they "
+            "share")
 
     def budget_changed(self) -> None:
         """Raises StagehandOOMError, with nothing reserved, where the caps do not allow it."""
@@ -187,13 +194,11 @@ class StagehandConductorAdapter(Adapter):
         if phase is not Phase.STEP_BEGIN:
             return
         if self.ended():
-            self._conductor.budget.release(self._ident)
-            self._reserved = self._ident = 0
+            self._release(self._conductor)
         elif self.session.closed:  # converted to another dtype: the model has a new session
             conductor = self._conductor
             self._let_go()
-            conductor.budget.release(self._ident)
-            self._reserved = self._ident = 0
+            self._release(conductor)
             self.attach(conductor, self.name)
         else:
             self.budget_changed()  # of another model that it shares the device's budget with
@@ -250,7 +255,6 @@ class OptimizerConductorAdapter(Adapter):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self._params: list = []  # on a device
-        self._reserved = self._ident = 0
 
     def attach(self, conductor: ConductorRuntime, name: str) -> None:
         super().attach(conductor, name)
@@ -260,29 +264,17 @@ class OptimizerConductorAdapter(Adapter):
         conductor = self._conductor
         super().detach()
         if conductor is not None:
-            conductor.budget.release(self._ident)
-            self._reserved = self._ident = 0
+            self._release(conductor)
 
     def _reserve(self) -> None:
-        budget = self._conductor.budget
         self._params = self.optimizer.params_on_device()
         wanted = sum(self.optimizer.device_bytes_needed())
         if wanted == self._reserved:
             return
-        budget.release(self._ident)
-        self._reserved = self._ident = 0
-        if not wanted:
-            return
-        self._reserved = wanted
-        grant = budget.reserve(self.name, wanted, Mode.HARD, Priority.CRITICAL, adapter=True)
-        if grant.status is not GrantStatus.GRANTED:
-            self._reserved = 0
-            raise StagehandOOMError(
-                f"the optimizer needs {wanted} bytes on the device, for {len(self._params)} parameters that stay "
-                f"there, and below the hard cap {budget.headroom(hard=True)} are left: lower vram_budget or raise "
-                f"vram_hard_cap_mb",
-                object=self.name)
-        self._ident = grant.id
+        self._release(self._conductor)
+        self._reserve_in_place(
+            wanted, f"the optimizer needs {wanted} bytes on the device, for {len(self._params)} parameters that stay "
+            "there", "lower vram_budget or raise vram_hard_cap_mb")
 
     def on_phase(self, phase: Phase) -> None:
         if phase is Phase.STEP_BEGIN:
@@ -309,7 +301,6 @@ class ActStagehandConductorAdapter(Adapter):
                                        object="activations")
         self.runtime = runtime
         self.saver = runtime.saver
-        self._ident = 0
         self._granted = 0
         self._phase = Phase.STEP_END
 
@@ -339,8 +330,7 @@ class ActStagehandConductorAdapter(Adapter):
             saver.set_mark()
         saver.core.set_pinned_limit(0)
         self._set_caps(*self._caps)
-        conductor.budget.release(self._ident)
-        self._ident = 0
+        self._release(conductor)
 
     def on_grant(self, ident: int, nbytes: int) -> None:
         """New watermarks; what stands above them is spilled before this returns."""

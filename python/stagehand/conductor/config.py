@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .. import _core
-from ..arguments import MOST, check
-from ..givenfields import remember_given
-from ..telemetryfile import CONDUCTOR, fill_in
+from ..givenfields import BITS_31, Settings, remember_given
+from ..telemetryfile import CONDUCTOR
 
 MIB = 1 << 20
 
 
 @remember_given
 @dataclass
-class ConductorConfig:
+class ConductorConfig(Settings):
     """Settings of a ConductorRuntime. Raises ValueError or TypeError naming the field.
 
     enabled: False: nothing is made, and each call returns at once. vram_soft_cap_mb, vram_hard_cap_mb: MiB of device
@@ -38,32 +37,17 @@ class ConductorConfig:
     pinned_cap_mb: int | None = None
     telemetry_enabled: bool = True
 
-    def __post_init__(self) -> None:
-        fill_in(self, CONDUCTOR)
-        self.validate()
+    _TELEMETRY = CONDUCTOR
+    _RANGES = {"vram_soft_cap_mb": (1, BITS_31), "vram_hard_cap_mb": (1, BITS_31), "pinned_cap_mb": (1, BITS_31),
+               "h2d_slots": (1, _core.SLOTS_MOST), "d2h_slots": (1, _core.SLOTS_MOST),
+               "telemetry_interval_steps": (1, BITS_31)}
 
     def validate(self) -> None:
         """Checks every field as it is now."""
-        for name in ("enabled", "debug_event_trace", "telemetry_enabled"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"ConductorConfig.{name} must be True or False, not {getattr(self, name)!r}")
-        for name, most in (("vram_soft_cap_mb", None), ("vram_hard_cap_mb", None), ("h2d_slots", _core.SLOTS_MOST),
-                           ("d2h_slots", _core.SLOTS_MOST), ("telemetry_interval_steps", None),
-                           ("pinned_cap_mb", None)):
-            if name != "pinned_cap_mb" or self.pinned_cap_mb is not None:
-                self._count(name, most)
+        super().validate()
         if self.vram_hard_cap_mb < self.vram_soft_cap_mb:
             raise ValueError(f"ConductorConfig.vram_hard_cap_mb={self.vram_hard_cap_mb} must not be below "
                              f"vram_soft_cap_mb={self.vram_soft_cap_mb}")
-        check("ConductorConfig.telemetry_file", self.telemetry_file, "path", none=True)
-
-    def _count(self, name: str, most: int | None) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"ConductorConfig.{name} must be an int, not {value!r}")
-        most = most or MOST >> 32
-        if not 1 <= value <= most:
-            raise ValueError(f"ConductorConfig.{name} must be from 1 to {most}, not {value}")
 
     def options(self) -> dict:
         """Of `_core.Conductor`."""

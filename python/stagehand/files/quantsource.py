@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from dataclasses import dataclass
 
 from .. import _core
 from .._torch import torch
 from ..arguments import switches
-from ..errors import CheckpointError, DtypeMismatchError
+from ..errors import CheckpointError, DtypeMismatchError, StagehandError, some_of
 from ..weights.fileweight import UNPACK, FileWeight
 from .checkpoint import Checkpoint, Record
-from .filesource import FileSource
+from .filesource import FileSource, convertible, wanted_parameters
 
 LOSSLESS = "stagehand_lossless_v1"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -75,6 +76,33 @@ def open_source(path, inference_mode: bool, map: bool = True) -> FileSource:
     if quant is None:
         return FileSource(path, inference_mode=inference_mode, map=map)
     return QuantSource(path, quant, inference_mode, map)
+
+
+def stream_from_files(model, modules, path, dtype, inference_mode: bool, map: bool = True, strict: bool = False,
+                      stacklevel: int = 3) -> tuple[FileSource, list]:
+    """(source, bindings): parameters of `modules` that may stream from files are bound to those at `path`; what they
+    held is dropped. strict: one without a tensor is an error; otherwise it stays in RAM, with a warning. On failure
+    the model may be half done: an Undo made before puts it back."""
+    wanted = wanted_parameters(model, convertible(model, modules, inference_mode), dtype)
+    if not wanted:
+        raise StagehandError(
+            "nothing to convert: every parameter that could stream is trainable or cannot be moved as bytes. Freeze "
+            "them with requires_grad_(False), or pass inference_mode=True")
+    source = open_source(path, inference_mode, map)
+    try:
+        bindings = source.match(wanted, cast=dtype is not None, strict=strict)
+        if not bindings:
+            source.match(wanted, cast=dtype is not None)  # says which names were looked for
+        source.bind(bindings)
+    except BaseException:
+        source.discard()
+        raise
+    found = {id(binding.wanted) for binding in bindings}
+    names = [want.names[0] for want in wanted if id(want) not in found]
+    if names:
+        warnings.warn(f"stagehand: {some_of(names)} have no tensor in {path} and stay in RAM", RuntimeWarning,
+                      stacklevel=stacklevel)
+    return source, bindings
 
 
 class QuantSource(FileSource):

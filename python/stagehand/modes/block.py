@@ -22,10 +22,10 @@ from .. import device as devices
 from .._torch import not_to_be_compiled, torch, transformed, uncompiled, unseen
 from ..arguments import Path, Size, check, switches
 from ..device import DeviceLike
-from ..errors import InvalidArgumentError, InvalidStateTransitionError, NotFoundError, StagehandError
-from ..files.filesource import FileSource, Undo, convertible, wanted_parameters
+from ..errors import InvalidArgumentError, InvalidStateTransitionError, NotFoundError
+from ..files.filesource import FileSource, Undo
 from ..files.pool import PinnedPool, pool_for_next
-from ..files.quantsource import open_source
+from ..files.quantsource import stream_from_files
 from ..report import budget_bytes
 from ..session.answers import Answer
 from ..session.finding import Finding, model_bytes
@@ -258,27 +258,14 @@ class StagehandRuntime(SessionRuntime):
         switches(strict=strict)
         with unseen(), self._life:
             self._may_convert()
-            source, undo = open_source(source_path, self.inference_mode, map), Undo(self.model)
+            undo = Undo(self.model)
             try:
-                modules = [module for _, module, _ in targets_of(self.blocks)]
-                may = convertible(self.model, modules, self.inference_mode)
-                wanted = wanted_parameters(self.model, may, self._dtype)
-                if not wanted:
-                    raise StagehandError(
-                        "nothing to convert: every parameter in the blocks is trainable or cannot be moved as bytes. "
-                        "Freeze them with requires_grad_(False), or pass inference_mode=True")
-                bindings = source.match(wanted, cast=self._dtype is not None, strict=strict)
-                if not bindings:
-                    source.match(wanted, cast=self._dtype is not None)  # says which names were looked for
-                source.bind(bindings)
+                self._source, bindings = stream_from_files(
+                    self.model, [module for _, module, _ in targets_of(self.blocks)], source_path, self._dtype,
+                    self.inference_mode, map, strict)
             except BaseException:
-                source.discard()
                 undo()
                 raise
-            if len(bindings) < len(wanted):
-                warnings.warn(f"stagehand: {len(wanted) - len(bindings)} parameters have no tensor in {source_path} "
-                              f"and stay in RAM", RuntimeWarning, stacklevel=2)
-            self._source = source
             return sum(len(binding.wanted.params) for binding in bindings)
 
     def convert_registry_to_file_backed_sharded(self, source_dir: Path, *, strict: bool = True,

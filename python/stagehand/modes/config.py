@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .. import _core
-from ..arguments import MOST, check
 from ..files.quantised import check_encoding
-from ..givenfields import defaults_of, remember_given
+from ..givenfields import BITS_31, Settings, defaults_of, remember_given
 from ..session.trained import check_trainables
-from ..telemetryfile import WEIGHTS, fill_in
+from ..telemetryfile import WEIGHTS
 
 MIB = 1 << 20
 NOTHING = "no effect"
@@ -82,7 +81,7 @@ SETTINGS = (
 
 @remember_given
 @dataclass
-class StagehandConfig:
+class StagehandConfig(Settings):
     """Settings of a StagehandRuntime. docs/config.md says what each does under either policy; a field that was
     set and has no effect warns when the runtime is made. Raises ValueError or TypeError naming the field."""
 
@@ -108,38 +107,21 @@ class StagehandConfig:
     transfer: str | None = None
     trainables: str = "auto"
 
-    def __post_init__(self) -> None:
-        fill_in(self, WEIGHTS)
-        self.validate()
+    _TELEMETRY = WEIGHTS
+    _RANGES = {"pinned_pool_mb": (1, BITS_31), "pinned_slab_mb": (1, BITS_31), "pinned_slab_alignment": (1, BITS_31),
+               "vram_high_watermark_mb": (1, BITS_31), "vram_low_watermark_mb": (0, BITS_31),
+               "max_inflight_transfers": (1, BITS_31), "prefetch_window_blocks": (0, BITS_31),
+               "eviction_cooldown_steps": (0, BITS_31), "telemetry_interval_steps": (1, BITS_31),
+               "copy_stream_priority": (-BITS_31, BITS_31)}
 
     # ------------------------------------------------------------------ checks
 
     def validate(self) -> None:
         """Checks every field as it is now."""
-        for name in ("stagehand_enabled", "strict_bf16", "fail_on_dtype_promotion", "nan_inf_check",
-                     "telemetry_enabled", "debug_trace"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"StagehandConfig.{name} must be True or False, not {getattr(self, name)!r}")
-        for name, least in (("pinned_pool_mb", 1), ("pinned_slab_alignment", 1), ("vram_high_watermark_mb", 1),
-                            ("vram_low_watermark_mb", 0), ("max_inflight_transfers", 1),
-                            ("prefetch_window_blocks", 0), ("eviction_cooldown_steps", 0),
-                            ("telemetry_interval_steps", 1), ("copy_stream_priority", None)):
-            self._integer(name, least)
-        if self.pinned_slab_mb is not None:
-            self._integer("pinned_slab_mb", 1)
-        check("StagehandConfig.telemetry_file", self.telemetry_file, "path", none=True)
+        super().validate()
         check_encoding(self.transfer)
         check_trainables(self.trainables)
         self._relations()
-
-    def _integer(self, name: str, least: int | None) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"StagehandConfig.{name} must be an int, not {value!r}")
-        if least is not None and value < least:
-            raise ValueError(f"StagehandConfig.{name} must be at least {least}, not {value}")
-        if abs(value) > MOST >> 32:
-            raise ValueError(f"StagehandConfig.{name} must be of 31 bits, not {value}")
 
     def _relations(self) -> None:
         if self.policy not in ("planned", "static"):

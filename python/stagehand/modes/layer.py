@@ -15,11 +15,10 @@ from .. import device as devices
 from .._torch import torch, unseen
 from ..arguments import Path, Size, check, switches
 from ..device import DeviceLike
-from ..errors import StagehandError, some_of
-from ..files.filesource import FileSource, Undo, convertible, wanted_parameters
+from ..files.filesource import FileSource, Undo
 from ..files.pool import PinnedPool, pool_for_next
 from ..files.quantised import check_encoding
-from ..files.quantsource import open_source
+from ..files.quantsource import stream_from_files
 from ..report import budget_bytes
 from ..session.finding import Finding, model_bytes
 from ..session.session import Session
@@ -176,26 +175,7 @@ class LayerRuntime(SessionRuntime):
 def layers_from_files(model, path, dtype, inference_mode: bool, map: bool = True) -> FileSource:
     """The layers' parameters that may stream from files get views of them; those without a tensor stay in RAM."""
     modules = [module for _, module in discover_layers(model)]
-    wanted = wanted_parameters(model, convertible(model, modules, inference_mode), dtype)
-    if not wanted:
-        raise StagehandError(
-            "source= has nothing to do: every parameter of the layers is trainable or cannot be moved as bytes. Freeze "
-            "them with requires_grad_(False), or pass inference_mode=True")
-    source = open_source(path, inference_mode, map)
-    try:
-        bindings = source.match(wanted, cast=dtype is not None, strict=False)
-        if not bindings:
-            source.match(wanted, cast=dtype is not None)  # says which names were looked for
-        source.bind(bindings)
-    except BaseException:
-        source.discard()
-        raise
-    if len(bindings) < len(wanted):
-        found = {id(binding.wanted) for binding in bindings}
-        names = [want.names[0] for want in wanted if id(want) not in found]
-        warnings.warn(f"stagehand: {some_of(names)} have no tensor in {path} and stay in RAM",
-                      RuntimeWarning, stacklevel=4)
-    return source
+    return stream_from_files(model, modules, path, dtype, inference_mode, map, stacklevel=5)[0]
 
 
 def layer(model: torch.nn.Module, *, vram_budget: Size | None = None, ram_budget: Size | None = None,

@@ -16,6 +16,7 @@
 #include "runtime/share/grow.h"
 #include "runtime/step.h"
 #include "state/state.h"
+#include "telemetry/timeline.h"
 
 enum { FLOW_UNITS = 2, FLOW_SHARE = 16 };
 
@@ -46,7 +47,9 @@ static sth_status come(sth_runtime *rt) {
     sthi_hold(rt, rt->options.budget);
     sth_status rc = sthi_measure_link(rt);
     rt->share.parked = rt->share.lent = false;
-    if (rc == STH_OK) rc = sthi_name_refusal(rt, sthi_geometry_install_in_haste(rt, rt->options.budget));
+    if (rc == STH_OK)
+        rc = sthi_name_refusal(rt, was ? sthi_geometry_come_back(rt)
+                                       : sthi_geometry_install_in_haste(rt, rt->options.budget));
     if (rc == STH_OK) sthi_news_plan(rt, was ? "its memory is there again" : "more memory is free");
     if (rc == STH_OK && was) rt->planned.again = false;
     /* Units that steps have shown to come on demand need room beside the others, which the first plan did not. */
@@ -74,7 +77,9 @@ static sth_status arrive_locked(sth_runtime *rt) {
     rt->callers++;
     bool must = rt->share.parked;
     sthi_unlock(&rt->lock);
+    sthi_mark begun = sthi_timeline_mark("ask for room", rt->name);
     sth_status rc = sthi_request_room(rt, must ? least : 0, ask);
+    sthi_timeline_since(begun, STHI_TRACK_CALL, rt->name, "ask for room", 0);
     sthi_lock(&rt->lock);
     if (rc == STH_OK) {
         rc = come(rt);
