@@ -44,7 +44,7 @@ run: build
 test: build
 	@python tests/run.py
 
-test-full: build
+test-full: build wheel
 	@python tests/run.py --full
 
 # make test-torch TORCH=torch==2.4.1; TESTS holds arguments of pytest, in place of the whole suite.

@@ -9,7 +9,8 @@ failed. However a run ends, what it started ends with it.
     tests/run.py            what `make test` runs
     tests/run.py --full     also slow C tests under sanitizers, a build with clang, and a minute of each fuzz target;
                             STH_TEST_FULL=1 is set, which tests may read to try more cases
-    tests/run.py c asan     only these suites: c asan tsan clang fuzz python
+    tests/run.py c asan     only these suites: c asan tsan clang fuzz python; oldest and newest are the Python tests
+                            with another PyTorch (after `make wheel`), which --full runs, too
 
 Run it with the interpreter of .venv, from anywhere.
 """
@@ -17,6 +18,7 @@ Run it with the interpreter of .venv, from anywhere.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -32,8 +34,11 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 STEP_LIMIT_S = 1800  # one build or one run of a suite, on a machine that others use; four times as long with --full
 FUZZ_S = 60  # for each target
+OTHERS = {"oldest": "torch==2.4.1", "newest": "torch==2.15.0"}  # PyTorch, beside that of .venv
 HANG_S = 240  # then a Python test shows where its threads are
 MOST_WORKERS = 8  # for the Python tests: each has a PyTorch of its own in memory
+SPREAD = ["--numprocesses=auto", f"--maxprocesses={MOST_WORKERS}", "--dist=worksteal"]
+NOT_INSTALLED = 3  # tools/test_torch.sh
 # Warnings are judged in the plain build: instrumented code makes gcc see variables as uninitialised. -g1: lines are
 # what a report names, and gcc takes half as long again for the rest.
 SANITIZED = ["-Db_lundef=false", "-Doptimization=1", "-Ddebug=true", "-Dc_args=-g1", "-Dwerror=false"]
@@ -243,10 +248,26 @@ def run_pytest(name: str, tests: pathlib.Path, *options: str) -> Tally:
     return tally
 
 
+def run_other(name: str) -> Tally:
+    """The Python tests with another PyTorch, each case once; skipped where that cannot be installed."""
+    report = BUILD / f"pytest-{name}.xml"
+    report.unlink(missing_ok=True)
+    environment = {key: value for key, value in os.environ.items() if key != "STH_TEST_FULL"}
+    done = call([ROOT / "tools/test_torch.sh", "-q", "--no-header", "--disable-warnings", "-p", "no:cacheprovider",
+                 "-o", f"faulthandler_timeout={HANG_S}", "-m", "not alone", *SPREAD, f"--junitxml={report}",
+                 ROOT / "tests/python"], env={**environment, "TORCH": OTHERS[name]})
+    if done.returncode == NOT_INSTALLED:
+        return Tally(skips=[(name, f"{OTHERS[name]} cannot be installed here")])
+    if done.returncode not in (0, 1) or not report.exists():
+        raise CannotRun(f"tools/test_torch.sh ended with {done.returncode}")
+    tally = read_junit(report)
+    tally.failures = [f"{name}: {failure}" for failure in tally.failures]
+    return tally
+
+
 def run_python() -> Tally:
     tests = ROOT / "tests/python"
-    spread = ["--numprocesses=auto", f"--maxprocesses={MOST_WORKERS}", "--dist=worksteal"]
-    tally = run_pytest("pytest", tests, "-m", "not alone", *spread)
+    tally = run_pytest("pytest", tests, "-m", "not alone", *SPREAD)
     alone = run_pytest("pytest-alone", tests, "-m", "alone")
     alone.skips = [skip for skip in alone.skips if skip not in tally.skips]  # modules that skip themselves do so twice
     tally.add(alone)
@@ -283,6 +304,7 @@ def run_suite(name: str, full: bool) -> Tally:
         "clang": run_clang,
         "fuzz": run_fuzz,
         "python": run_python,
+        **{name: functools.partial(run_other, name) for name in OTHERS},
     }
     start = time.monotonic()
     print(f"== {name}", flush=True)
@@ -309,11 +331,13 @@ def print_skips(skips: list[tuple[str, str]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Runs the tests; see the top of this file.")
-    parser.add_argument("suites", nargs="*", metavar="suite", help="c, asan, tsan, clang, fuzz, python; default: all")
+    parser.add_argument("suites", nargs="*", metavar="suite",
+                        help="c, asan, tsan, clang, fuzz, python, oldest, newest; default: those of `make test`")
     parser.add_argument("--full", action="store_true", help="more cases, slow ones under sanitizers, clang, fuzzers")
     options = parser.parse_args()
-    everything = ["c", "asan", "tsan", *(["clang", "fuzz"] if options.full else []), "python"]
-    unknown = set(options.suites) - {*everything, "clang", "fuzz"}
+    everything = ["c", "asan", "tsan", *(["clang", "fuzz"] if options.full else []), "python",
+                  *(OTHERS if options.full else ())]
+    unknown = set(options.suites) - {*everything, "clang", "fuzz", *OTHERS}
     if unknown:
         parser.error(f"no such suite: {', '.join(sorted(unknown))}")
     os.environ.update(SANITIZER_OPTIONS)

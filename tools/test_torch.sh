@@ -5,15 +5,17 @@
 #
 #   TORCH   what pip installs. PyPI's builds bring CUDA's libraries: several GB for each version
 #   PYTHON  the interpreter to use (python3); it has to be one that this PyTorch has a build for
+#
+# Ends with 3 where pip cannot install that PyTorch.
 set -euo pipefail
 torch=${TORCH:?the PyTorch to test with, as pip names it: TORCH=torch==2.4.1}
 venv=build/torch/${torch//[^A-Za-z0-9._-]/_}
 
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
 if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
-    "$venv/bin/python" -m pip install --quiet "$torch"
+    "$venv/bin/python" -m pip install --quiet "$torch" || exit 3
 fi
-"$venv/bin/python" -m pip install --quiet hypothesis meson ninja numpy pytest pytest-xdist safetensors setuptools
+"$venv/bin/python" -m pip install --quiet expecttest hypothesis meson ninja numpy pytest pytest-xdist safetensors setuptools
 "$venv/bin/python" -m pip install --quiet --no-deps --force-reinstall dist/*.whl
 "$venv/bin/python" -c 'import torch; print("PyTorch", torch.__version__)'
 if [ $# -gt 0 ]; then

@@ -96,8 +96,8 @@ def behind_transforms(tensor: torch.Tensor) -> torch.Tensor:
 
 def tracing_fx() -> bool:
     """Whether make_fx is making a graph of what this thread does, before operators are dispatched or after."""
-    if "torch.fx.experimental.proxy_tensor" not in sys.modules:
-        return False
+    if torch.compiler.is_dynamo_compiling() or "torch.fx.experimental.proxy_tensor" not in sys.modules:
+        return False  # in the first case not in code that runs: the compiler of 2.4 takes none of what is below
     mode = torch._C._TorchDispatchModeKey.PROXY
     return (torch._C._get_dispatch_mode(mode) or torch._ops._get_dispatch_mode_pre_dispatch(mode)) is not None
 

@@ -15,7 +15,7 @@ from collections import Counter
 import card
 import pytest
 import torch
-from support import aligned_copy, runtime, same, wrap
+from support import aligned_copy, runtime, same, torch_at_least, wrap
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -513,7 +513,7 @@ def python_calls(work):
     return result, found
 
 
-@pytest.mark.skipif(top_hooks is None, reason="a PyTorch that does not tell which hooks are in force")
+@torch_at_least("2.8", "the compiler is told by a function of ours, and checkpoints walk their arguments")
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_more_frozen_layers_run_no_more_python_of_ours(checkpointed):
     counts = {}

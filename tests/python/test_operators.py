@@ -55,7 +55,8 @@ def cases() -> list:
     for op in op_db:
         if op.supports_autograd:
             for dtype in dtypes_of(op):
-                found.append(pytest.param(op, dtype, id=f"{op.full_name}-{str(dtype)[6:]}"))
+                name = getattr(op, "full_name", None) or ".".join(filter(None, (op.name, op.variant_test_name)))
+                found.append(pytest.param(op, dtype, id=f"{name}-{str(dtype)[6:]}"))
     return found
 
 

@@ -119,6 +119,7 @@ def test_a_block_of_a_page_runs(page, number, tmp_path, monkeypatch):
 def test_the_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict = {}
+    needed(*re.findall(r"^import (transformers|diffusers|peft)$", "\n".join(CODE[page]), re.MULTILINE))
     for block in CODE[page]:
         exec(compile(block, f"docs/{page}.md", "exec"), names)
 
