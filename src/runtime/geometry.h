@@ -7,7 +7,7 @@
 sth_status sthi_geometry_install(sth_runtime *rt);
 /* The same with no more than `bytes` of the device, `reserved` included, while the device waits for it. */
 sth_status sthi_geometry_install_in_haste(sth_runtime *rt, uint64_t bytes);
-/* The same for a runtime that gave way: with the plan that it had then, where that suits; no search is made for it. */
+/* The same for a runtime that gave way: with the plan that it had then, where that suits (sthi_plan_before). */
 sth_status sthi_geometry_come_back(sth_runtime *rt);
 /* The same if it would pay now that times are known better. */
 sth_status sthi_geometry_improve(sth_runtime *rt, bool *out_changed);

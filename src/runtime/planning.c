@@ -5,6 +5,7 @@
 #include "base/memory.h"
 #include "core/curve.h"
 #include "core/plan.h"
+#include "load/charge.h"
 #include "load/room.h"
 #include "runtime/bundle.h"
 #include "runtime/plan_input.h"
@@ -15,9 +16,10 @@
  * step: of plans that promise the same, the one that needs all of the link is late when they do. */
 static const double LINK_MARGIN = 0.9;
 
-/* A plan from before promises so little more than it did, or is so near what none can better. */
-static const double AS_BEFORE = 1.05, NEAR_BOUND = 0.98;
-enum { SPARE_SHARE = 64 }; /* of its room that it may leave unused */
+enum {
+    SPARE_SHARE = 64,     /* of its room that a plan from before may leave unused */
+    SEARCH_NS = 15000000  /* that the device waits for a search in haste, or more */
+};
 
 static uint64_t mixed(uint64_t n, uint64_t with) {
     n = (n ^ with) * UINT64_C(0x9E3779B97F4A7C15);
@@ -131,6 +133,14 @@ void sthi_plan_set_aside(sth_runtime *rt) {
     rt->planned.bundles = NULL;
 }
 
+/* What another plan can save at most until the runtime gives way again, if it makes as many steps as last time. */
+static double worth_of_another(sth_runtime *rt, const sth_prediction *now) {
+    sthi_account_lock(rt);
+    uint32_t steps = rt->share.member.last_run;
+    sthi_account_unlock(rt);
+    return (double)(now->step_ns - now->lower_bound_ns) * (steps ? steps : 1);
+}
+
 static bool suits(sth_runtime *rt, const sthi_made_plan *m) {
     sth_plan_input in;
     sth_prediction now, *then = &m->plan->prediction;
@@ -138,9 +148,7 @@ static bool suits(sth_runtime *rt, const sthi_made_plan *m) {
     sthi_plan_input(rt, &in);
     uint64_t needs = then->resident_bytes + then->packed_bytes + m->plan->ring_bytes + m->plan->demand_bytes;
     if (in.budget < needs || in.budget > m->room + m->room / SPARE_SHARE || question(&in) != m->asked) return false;
-    if (price(rt, m->plan, m->bundles, 0, &now) != STH_OK) return false;
-    bool as_before = (double)now.step_ns <= AS_BEFORE * (double)then->step_ns;
-    if (!as_before && (double)now.lower_bound_ns < NEAR_BOUND * (double)now.step_ns) return false;
+    if (price(rt, m->plan, m->bundles, 0, &now) != STH_OK || worth_of_another(rt, &now) > SEARCH_NS) return false;
     *then = now;
     return true;
 }

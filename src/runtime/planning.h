@@ -12,7 +12,7 @@ sth_status sthi_plan_price(sth_runtime *rt, double link, sth_prediction *out);
 /* The plan in force is none any more, and kept for when the runtime comes back. */
 void sthi_plan_set_aside(sth_runtime *rt);
 /* Takes the plan that was set aside, if it was made for the present order, units and, but for a little, room, and
- * promises now what it did; false: there is none, or it does not suit and is gone. */
+ * another cannot save more than the search for it takes; false: there is none, or it does not suit and is gone. */
 bool sthi_plan_before(sth_runtime *rt, sthi_made_plan *out);
 /* As sth_runtime_curve. Lock not held. */
 sth_status sthi_runtime_curve(sth_runtime *rt, uint32_t count, sth_curve_point *points, uint32_t *out_count);
