@@ -34,6 +34,20 @@ def test_random_programs_give_what_the_plain_model_gives(first):
     assert sum(tally.values()) == SLICE and tally["passed"] > SLICE // 2, tally
 
 
+def test_a_weight_that_a_checkpointed_part_computes_is_computed_there_again_on_the_device():
+    """The part is computed again outside of all calls: its bias lives on the device, and its weight's original does
+    not. What was read for it as between passes went to checkpointing's hooks, which it had not in forward."""
+    spec = random_models.spec_of(1240353, ["vector"])
+    spec["setup"] |= {"double": True, "budget": "half", "link": None, "offload": 0, "optimizer": "sgd"}
+    assert spec["setup"]["mode"] == "block" and spec["setup"]["trainables"] == "device"
+    spec["layers"] = [{"kind": "linear", "seed": 841725111, "wrap": []},
+                      {"kind": "parametrized", "seed": 190555716, "wrap": ["checkpoint"]}]
+    spec["program"] = [{"do": "infer", "seed": 1053763861}, {"do": "adapt", "seed": 766720644},
+                       {"do": "penalty", "seed": 967881646}]
+    result = random_models.run(spec)
+    assert result.outcome == "passed", result
+
+
 def test_a_difference_is_found_and_made_smaller(monkeypatch):
     """The fuzzer sees a weight that is written behind a managed model's back."""
     spec = random_models.spec_of(3, sorted(WITHOUT), ("layer",))

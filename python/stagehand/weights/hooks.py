@@ -674,8 +674,8 @@ class ManagedForward(_core.Forward):
         session = self.session
         if session.local.depth:
             return self._call_root(args, kwargs) if self.root else self._call(args, kwargs)
-        if isinstance(self.module, ParametrizationList):  # a weight is read between passes: on the host, as others are
-            return self.inner(*args, **kwargs)
+        if isinstance(self.module, ParametrizationList) and not recomputing():
+            return self.inner(*args, **kwargs)  # a weight is read between passes: on the host, as others are
         _refuse_tracers()
         session.check_process()  # before inputs are moved: CUDA's own words in a forked child name nothing of ours
         if session.writes.gives_way_to_another(casts=self.stands()):
