@@ -122,6 +122,7 @@ class Session(NotCopied):
         self.choice = Choosing(self, targets, map_embeddings and target.core.capabilities & _core.CAP_MAPPED_HOST)
         self.units = self.choice.units
         self.plans = self.choice.plans
+        self.plans_given: dict[int, ModulePlan] = {}  # in whose modules others stood in weights' places, once or now
         self.tables = Tables(self)
         self.needs = Needs(self)
         self.trained = Trained(self, trainables)
@@ -482,9 +483,9 @@ class Session(NotCopied):
         """A context of a pass. Inside it tensors that functional_call was given on the host, in place of weights that
         stream, are on the device, wherever the pass reads them; and so are those that it was given in place of
         weights that stay there."""
-        if self.simulated:
+        if self.simulated or not self.plans_given:  # each part that a backward computes again comes by here
             return _NOTHING
-        given = [(plan.masters, plan.given_on_host()) for plan in list(self.plans.values()) if plan.replaced]
+        given = [(plan.masters, plan.given_on_host()) for plan in list(self.plans_given.values()) if plan.replaced]
         given = [(parameters, found) for parameters, found in given if found]
         if not given:
             return _NOTHING

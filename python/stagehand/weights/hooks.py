@@ -323,6 +323,7 @@ class ModulePlan:
             return value
         if owner is not None:
             self.replaced[key] = owner
+            self.session.plans_given[id(self)] = self
             self.managed.pop(key, None)
         self.session.writes.noticed(self, key, value)
         return value
