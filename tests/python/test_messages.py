@@ -70,7 +70,7 @@ def without_remedy(message) -> bool:
     return not (message.kind in CALLERS and message.place.startswith(tuple(C_ONLY)))
 
 
-SUBJECTS = ("a model", "this model", "the model", "nothing to convert", "sparse gradients", "no step",
+SUBJECTS = ("a model", "this model", "the model", "the source", "sparse gradients", "no step",
             *"""ActivationRuntime
 GradScaler OffloadedAdamW budget configuration graph last_backward max_grad_norm pass registry runner runtime session
 slabs_per_class source= stages state step step_end tool updates weights _max_d2h memory.stagehand PyTorch""".split())

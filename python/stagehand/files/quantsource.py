@@ -86,8 +86,8 @@ def stream_from_files(model, modules, path, dtype, inference_mode: bool, map: bo
     wanted = wanted_parameters(model, convertible(model, modules, inference_mode), dtype)
     if not wanted:
         raise StagehandError(
-            "nothing to convert: every parameter that could stream is trainable or cannot be moved as bytes. Freeze "
-            "them with requires_grad_(False), or pass inference_mode=True")
+            "the source has nothing to do: every parameter that could stream is trainable or cannot be moved as bytes. "
+            "Freeze them with requires_grad_(False), or pass inference_mode=True")
     source = open_source(path, inference_mode, map)
     try:
         bindings = source.match(wanted, cast=dtype is not None, strict=strict)
