@@ -95,7 +95,7 @@ static void try_choice(search *s, candidate *c, sthi_choice choice) {
     sthi_pipe_build_loads(s->pipe, s->w, c->resident, choice.hold, c->anew);
     double link_ns = fmax(sthi_pipe_link_ns(s->pipe, s->w->in), sthi_pipe_disk_ns(s->pipe, s->w->in));
     if (link_ns >= c->price_ns || !sthi_pipe_place(s->pipe, s->w->in, choice.ring, choice.homes)) {
-        /* A search without a limit of the caller's has one that is wide enough for those. */
+        /* The limit of a search that has none from its caller leaves room for them. */
         if (s->w->in->most_simulations && ++s->rejected % REJECTED_A_TRIAL == 0) s->trials++;
         return;
     }

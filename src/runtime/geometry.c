@@ -130,6 +130,17 @@ void sthi_plan_drop(sth_runtime *rt) {
     rt->program.resident_count = rt->program.resident_next = 0;
 }
 
+void sthi_plan_put_away(sth_runtime *rt) {
+    sthi_planned *p = &rt->planned;
+    if (p->plan) {
+        sthi_made_drop(&p->before);
+        p->before = (sthi_made_plan){p->plan, p->bundles, p->asked, p->room};
+        p->plan = NULL;
+        p->bundles = NULL;
+    }
+    sthi_plan_drop(rt);
+}
+
 /* Installs a plan that was made for the budget in force; owns it from here on. */
 static sth_status install(sth_runtime *rt, sthi_made_plan m) {
     STHI_INVARIANT(m.plan && rt->graph.state == STHI_GRAPH_IDLE);
@@ -194,8 +205,7 @@ static sth_status plan_and_install(sth_runtime *rt) {
 static sth_status install_before(sth_runtime *rt) {
     sthi_made_plan m = {0};
     if (rt->options.policy == STH_POLICY_STATIC) return plan_and_install(rt);
-    sthi_plan_set_aside(rt);
-    sthi_plan_drop(rt);
+    sthi_plan_put_away(rt);
     bool taken = sthi_plan_before(rt, &m);
     sth_status rc = taken ? install(rt, m) : plan_and_install(rt);
     return taken && rc == STH_BUDGET_TOO_SMALL ? plan_and_install(rt) : rc;

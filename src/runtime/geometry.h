@@ -12,5 +12,7 @@ sth_status sthi_geometry_come_back(sth_runtime *rt);
 /* The same if it would pay now that times are known better. */
 sth_status sthi_geometry_improve(sth_runtime *rt, bool *out_changed);
 void sthi_plan_drop(sth_runtime *rt);      /* there is no plan in force any more */
+/* The same, and the plan waits in `before` for the runtime to come back. */
+void sthi_plan_put_away(sth_runtime *rt);
 sth_status sthi_rearrange(sth_runtime *rt, uint64_t bytes); /* all memory that is not leased, in one piece */
 #endif

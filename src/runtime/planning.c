@@ -111,26 +111,18 @@ sth_status sthi_plan_make(sth_runtime *rt, sthi_made_plan *out) {
     return rc;
 }
 
-static sth_status price(sth_runtime *rt, const sth_plan *plan, sthi_bundles *bundles, double link,
-                        sth_prediction *out) {
-    sth_plan_input in, joined;
-    sthi_plan_input(rt, &in);
-    if (link > 0) in.link_bytes_per_s = link;
-    if (!bundles) return sthi_plan_predict(&in, plan, out);
-    sthi_bundles_input(bundles, &in, &joined);
+static sth_status price(const sth_plan_input *in, const sth_plan *plan, sthi_bundles *bundles, sth_prediction *out) {
+    sth_plan_input joined;
+    if (!bundles) return sthi_plan_predict(in, plan, out);
+    sthi_bundles_input(bundles, in, &joined);
     return sthi_plan_predict(&joined, bundles->plan, out);
 }
 
 sth_status sthi_plan_price(sth_runtime *rt, double link, sth_prediction *out) {
-    return price(rt, rt->planned.plan, rt->planned.bundles, link, out);
-}
-
-void sthi_plan_set_aside(sth_runtime *rt) {
-    if (!rt->planned.plan) return;
-    sthi_made_drop(&rt->planned.before);
-    rt->planned.before = (sthi_made_plan){rt->planned.plan, rt->planned.bundles, rt->planned.asked, rt->planned.room};
-    rt->planned.plan = NULL;
-    rt->planned.bundles = NULL;
+    sth_plan_input in;
+    sthi_plan_input(rt, &in);
+    if (link > 0) in.link_bytes_per_s = link;
+    return price(&in, rt->planned.plan, rt->planned.bundles, out);
 }
 
 /* What another plan can save at most until the runtime gives way again, if it makes as many steps as last time. */
@@ -148,7 +140,7 @@ static bool suits(sth_runtime *rt, const sthi_made_plan *m) {
     sthi_plan_input(rt, &in);
     uint64_t needs = then->resident_bytes + then->packed_bytes + m->plan->ring_bytes + m->plan->demand_bytes;
     if (in.budget < needs || in.budget > m->room + m->room / SPARE_SHARE || question(&in) != m->asked) return false;
-    if (price(rt, m->plan, m->bundles, 0, &now) != STH_OK || worth_of_another(rt, &now) > SEARCH_NS) return false;
+    if (price(&in, m->plan, m->bundles, &now) != STH_OK || worth_of_another(rt, &now) > SEARCH_NS) return false;
     *then = now;
     return true;
 }

@@ -9,10 +9,9 @@ void sthi_made_drop(sthi_made_plan *m);
 sth_status sthi_plan_make(sth_runtime *rt, sthi_made_plan *out);
 /* What the plan in force promises with the times that are known now, at such a rate of the link; 0: it is not known. */
 sth_status sthi_plan_price(sth_runtime *rt, double link, sth_prediction *out);
-/* The plan in force is none any more, and kept for when the runtime comes back. */
-void sthi_plan_set_aside(sth_runtime *rt);
-/* Takes the plan that was set aside, if it was made for the present order, units and, but for a little, room, and
- * another cannot save more than the search for it takes; false: there is none, or it does not suit and is gone. */
+/* Takes the plan that was put away (sthi_plan_put_away), if it was made for the present order, units and, but for a
+ * little, room, and another cannot save more than the search for it takes. False: there is none, or it does not suit
+ * and is gone. */
 bool sthi_plan_before(sth_runtime *rt, sthi_made_plan *out);
 /* As sth_runtime_curve. Lock not held. */
 sth_status sthi_runtime_curve(sth_runtime *rt, uint32_t count, sth_curve_point *points, uint32_t *out_count);

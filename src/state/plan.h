@@ -19,7 +19,7 @@ typedef struct sthi_bundles {
 typedef struct sthi_made_plan {
     sth_plan *plan;
     sthi_bundles *bundles;
-    uint64_t asked;          /* of the input that it was made for (sthi_plan_question) */
+    uint64_t asked;          /* a number for the input that it was made for (runtime/planning.c) */
     uint64_t room;           /* that the input had for units */
 } sthi_made_plan;
 

@@ -35,8 +35,8 @@ def test_random_programs_give_what_the_plain_model_gives(first):
 
 
 def test_a_weight_that_a_checkpointed_part_computes_is_computed_there_again_on_the_device():
-    """The part is computed again outside of all calls: its bias lives on the device, and its weight's original does
-    not. What was read for it as between passes went to checkpointing's hooks, which it had not in forward."""
+    """The part's bias lives on the device, and its weight's original does not. The part is computed again outside of
+    all managed calls. Read as between passes, the original went to checkpointing's hooks, and in forward it did not."""
     spec = random_models.spec_of(1240353, ["vector"])
     spec["setup"] |= {"double": True, "budget": "half", "link": None, "offload": 0, "optimizer": "sgd"}
     assert spec["setup"]["mode"] == "block" and spec["setup"]["trainables"] == "device"

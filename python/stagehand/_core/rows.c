@@ -282,12 +282,16 @@ static bool parse_pool_of(PyObject *args, PyObject *kwargs, uint32_t *slots, sth
     return false;
 }
 
-PyObject *rows_bytes(PyObject *module, PyObject *args, PyObject *kwargs) {
-    (void)module;
+static PyObject *bytes_for_slots(PyObject *args, PyObject *kwargs,
+                                 uint64_t (*bytes)(const sth_rows_budget *pool, uint32_t slots)) {
     uint32_t slots;
     sth_rows_budget pool;
-    if (!parse_pool_of(args, kwargs, &slots, &pool)) return NULL;
-    return PyLong_FromUnsignedLongLong(sth_rows_bytes(&pool, slots));
+    return parse_pool_of(args, kwargs, &slots, &pool) ? PyLong_FromUnsignedLongLong(bytes(&pool, slots)) : NULL;
+}
+
+PyObject *rows_bytes(PyObject *module, PyObject *args, PyObject *kwargs) {
+    (void)module;
+    return bytes_for_slots(args, kwargs, sth_rows_bytes);
 }
 
 PyObject *rows_slots(PyObject *module, PyObject *args, PyObject *kwargs) {
@@ -299,10 +303,7 @@ PyObject *rows_slots(PyObject *module, PyObject *args, PyObject *kwargs) {
 
 PyObject *rows_smallest(PyObject *module, PyObject *args, PyObject *kwargs) {
     (void)module;
-    uint32_t slots;
-    sth_rows_budget pool;
-    if (!parse_pool_of(args, kwargs, &slots, &pool)) return NULL;
-    return PyLong_FromUnsignedLongLong(sth_rows_smallest(&pool, slots));
+    return bytes_for_slots(args, kwargs, sth_rows_smallest);
 }
 
 PyObject *rows_expected(PyObject *module, PyObject *args) {

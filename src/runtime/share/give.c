@@ -14,7 +14,6 @@
 #include "runtime/extents.h"
 #include "runtime/geometry.h"
 #include "runtime/news.h"
-#include "runtime/planning.h"
 #include "runtime/publish.h"
 #include "runtime/step.h"
 #include "state/state.h"
@@ -42,8 +41,7 @@ void sthi_park(sth_runtime *rt) {
     sthi_cancel_queue(rt);
     sthi_extents_free_all(rt);
     sthi_stages_free(rt);
-    sthi_plan_set_aside(rt);
-    sthi_plan_drop(rt);
+    sthi_plan_put_away(rt);
     rt->share.parked = true;
     rt->share.lent = false;
     rt->share.settled = false;
