@@ -170,5 +170,5 @@ def test_training_is_right_without_one_that_is_optional(name):
     hide = HIDE.format(name=name)
     if name.endswith("_is_compiling_flag") and not hasattr(torch.compiler, "is_exporting"):
         pytest.skip("this PyTorch has nothing else")
-    done = children.run_bare(hide + TRAIN)
+    done = children.run_bare(hide + TRAIN, children.OPTIMIZERS)
     assert done.status == 0, done.stderr
