@@ -126,7 +126,7 @@ def offload(pipe: object, vram_budget: Size | None = None, *, device: DeviceLike
             raise StagehandError(f"{name} of the pipeline is offloaded already; call its remove_all_hooks() first"
                                  f"{others}", object=name)
     common = _common_device(device, ceiling)
-    turns = Turns(None if ceiling is None else ceiling + _others(common))
+    turns = Turns(None if ceiling is None else ceiling + _others(common), ceiling)
     offloaded = Offloaded()
     try:
         for name, model in models.items():
