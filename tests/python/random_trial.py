@@ -404,7 +404,8 @@ def _step(pair: Pair, entry: dict, result: Result) -> None:
 def _without_recomputing(pair: Pair, theirs: list, ours: list) -> bool:
     """Whether hooks saw the same, but for calls of a checkpointed part that PyTorch computes again for the sake of its
     frozen weights alone (docs/training.md)."""
-    if len(ours) >= len(theirs) or not any(isinstance(m, (Checkpointed, Selective)) for m in pair.sides[0].net.modules()):
+    parts = [m for m in pair.sides[0].net.modules() if isinstance(m, (Checkpointed, Selective))]
+    if len(ours) >= len(theirs) or not parts:
         return False
     left = iter(theirs)
     return all(any(equal([seen], [mine], pair.rounding) for seen in left) for mine in ours)
