@@ -150,7 +150,7 @@ def offload(pipe: object, vram_budget: Size | None = None, *, device: DeviceLike
         common, turns = part.session.target.core, part.turns
     else:
         common = _common_device(device, ceiling)
-        turns = Turns(None if ceiling is None else ceiling + _others(common))
+        turns = Turns(None if ceiling is None else ceiling + _others(common), ceiling)
     offloaded = Offloaded()
     try:
         for name, model in models.items():
