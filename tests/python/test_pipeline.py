@@ -159,6 +159,27 @@ def test_what_is_no_option_of_a_pipeline_is_refused(pair):
     assert "_stagehand_layer_runtime" not in vars(pipe.image)
 
 
+def test_little_beside_the_places_stays_when_a_model_gives_them_away():
+    """Norms, for which the device would wait twice in each call."""
+    models = {name: made(Stack, 6, 256, seed=seed) for seed, name in enumerate(("text", "unet"))}
+    plain = {name: aligned_copy(model) for name, model in models.items()}
+    pipe = types.SimpleNamespace(components=models)
+    with threads(1), torch.no_grad(), offload(pipe, int(0.7 * nbytes(models["unet"])), device="sim") as offloaded:
+        moves = []
+        for runtime in offloaded.runtimes.values():
+            stay = runtime.session.stay
+            stay._go_home = lambda stay=stay, went=stay._go_home: (moves.append(stay), went())
+        for call in range(4):
+            x = torch.randn(3, 256)
+            for name, times in (("text", 1), ("unet", 4)):
+                for _ in range(times):
+                    assert same(models[name](x), plain[name](x))
+            if call == 1:
+                moves.clear()
+        assert not moves and all(runtime.session.stay.reserved for runtime in offloaded.runtimes.values())
+        assert offloaded.runtimes["text"].stats["yields"] > 2
+
+
 def test_what_else_the_process_has_may_leave_less_than_a_model_needs(pair):
     """As workspaces of a card's libraries do beside small models: such a step goes above the cap."""
     pipe, plain = pair
