@@ -168,7 +168,7 @@ class Trained:
 
     def _may_live_there(self, unit: Unit) -> bool:
         session = self._session
-        plain = not (unit.in_file or unit.common or unit.mapped or unit.wrapping or session.quantised.of(unit)
+        plain = not (unit.in_file or unit.mapped or unit.wrapping or session.quantised.of(unit)
                      or session.tables.has(unit))
         return plain and all(type(entry) is Entry and entry.param.requires_grad and not entry.twins
                              and not entry.is_cast and not entry.is_lasting()

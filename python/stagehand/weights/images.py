@@ -43,7 +43,7 @@ class Images:
         self._session = session
         self._units = session.units
         self._source = session.source
-        self._common: list[Unit] | None = None  # that may be
+        self._common: tuple[int, int] | None = None  # addresses between which views of common images lie
         self._apart: list[tuple] = []  # (unit, entry) of masters outside their image
         self.lock = threading.RLock()
         self.moved_to_ram: dict[str, int] = {}  # unit of a file that was written -> bytes of its image
@@ -98,7 +98,7 @@ class Images:
 
     def follow_common(self) -> None:
         """The same of weights in common; before a backward, too, for nothing but the kernel sees a write there."""
-        for unit in self._written_in_common() if self._session.opened else ():
+        for unit in self._written_in_common():
             with self.lock, undisturbed():
                 self._new_image(unit)
             self._session.mark_written(unit)
@@ -110,16 +110,17 @@ class Images:
             unit.base + entry.offset, unit.arena.image(unit.base + entry.offset), entry.nbytes)
 
     def _written_in_common(self) -> list[Unit]:
-        """Units in common of which this rank has written some bytes, in whatever way."""
-        self._common = [unit for unit in (self._units if self._common is None else self._common) if unit.common]
-        if not self._common:
-            return []
-        low = min(unit.base for unit in self._common)
-        high = max(unit.base + unit.nbytes for unit in self._common)
-        pages = _core.written_pages(low, high - low) or ()
-        return [unit for unit in self._common
-                if any(begin < unit.base + unit.nbytes and unit.base < end for begin, end in pages)
-                and any(self._left_common(unit, entry) for entry in unit.entries)]
+        """Units in common of which this rank has written some bytes without a trace in a version."""
+        if self._common is None and self._session.opened:
+            units = [unit for unit in self._units if unit.common]
+            self._common = (min(unit.base for unit in units), max(unit.base + unit.nbytes for unit in units)
+                            ) if units else (0, 0)
+        low, high = self._common or (0, 0)
+        pages = _core.written_pages(low, high - low) if low else ()
+        return [unit for unit in self._units if unit.common
+                and any(begin < unit.base + unit.nbytes and unit.base < end for begin, end in pages)
+                and not any(entry.changed() for entry in unit.entries)  # else its next use takes it in
+                and any(self._left_common(unit, entry) for entry in unit.entries)] if pages else []
 
     def let_go(self) -> None:
         """The session has ended: memory of weights lives as long as a tensor over it."""
@@ -140,7 +141,8 @@ class Images:
     def put(self, unit: Unit, entry) -> None:
         """The entry's masters have memory outside the image, whose bytes are the entry's from now on."""
         if unit.common or entry.storage is not None and not entry.storage.expired():
-            self._new_image(unit)
+            if unit.common or self._lies_apart(unit, entry):  # else it came there with another of its unit
+                self._new_image(unit)
             return
         self._copy_in(unit, entry)
         self._settle_master(unit, entry)
@@ -208,6 +210,7 @@ class Images:
         arena = _core.Arena(session.target.core, unit.nbytes, pinned_most=0 if staged else NO_BOUND)
         before = unit.arena, unit.base
         ours = [unit.common and entry.param.data_ptr() == unit.base + entry.offset for entry in unit.entries]
+        storages = [entry.storage for entry in unit.entries if not entry.twins]
         unit.arena, unit.base = arena, arena.reserve(unit.nbytes)
         try:
             for entry in unit.entries:
@@ -230,7 +233,8 @@ class Images:
                 wrapper.table = table_of(unit, unit.entries[0])
         for entry, lay_there in zip(unit.entries, ours):
             self._settle_master(unit, entry, lay_there)
-        if before[0] is not None and not unit.mapped and all(entry.storage is not None for entry in unit.entries):
+        held = len(storages) < len(unit.entries) or not all(old is not None and old.expired() for old in storages)
+        if before[0] is not None and not (unit.mapped or held):
             before[0].leave(before[1], unit.nbytes)
 
     def leave_files(self, units: list[Unit]) -> None:
