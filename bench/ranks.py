@@ -131,7 +131,8 @@ def be_rank(args) -> None:
     trim()
     dist.barrier()  # all have their memory now
     stats = stagehand.runtime(model).stats
-    found = {"rank": rank, "memory": pss() - before, "common": pss("memfd:stagehand-weights"), "weights": nbytes, "found": stats["host_found_bytes"],
+    found = {"rank": rank, "memory": pss() - before, "common": pss("memfd:stagehand-weights"), "weights": nbytes,
+             "found": stats["host_found_bytes"],
              "pinned": stats["pinned_bytes"], "host": stats["host_bytes"], "wrap_s": wrapped_s, "step_s": min(step_s),
              # The simulated device's memory is host memory, too.
              "ring": stats["staging_bytes"] + (0 if where.cuda else stats["device_peak"])}

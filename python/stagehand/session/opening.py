@@ -38,7 +38,8 @@ class Takeover:
 
     # Of its session.
     USES = """choice.may_map choice.note choice.streamed dtype images.master_view inference_mode model name
-        needs.keeps needs.piece_bytes opened options plans quantised regions.find source stay.away stay.is_placed stay.place stay.watch_calls
+        needs.keeps needs.piece_bytes opened options plans quantised regions.find source stay.away stay.is_placed
+        stay.place stay.watch_calls
         tables.is_aside tables.of target trained.idle units"""
 
     def __init__(self, session) -> None:
