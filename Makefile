@@ -57,7 +57,8 @@ test-torch: build wheel
 test-hosts: build
 	@tools/setup.sh datasets lightning trl
 	@STH_TEST_FULL=1 python -m pytest -q -n auto tests/python/field/test_gg_hosts.py \
-		tests/python/field/test_gg_pipelines.py tests/python/field/test_z_meta.py tests/python/test_pipeline.py \
+		tests/python/field/test_gg_pipelines.py tests/python/field/test_gg_matrix.py \
+		tests/python/field/test_gg_language.py tests/python/field/test_z_meta.py tests/python/test_pipeline.py \
 		tests/python/test_trainers.py tests/python/test_from_pretrained.py tests/python/test_accelerate.py \
 		tests/python/test_lightning.py tests/python/test_trl.py
 

@@ -1,11 +1,14 @@
 """Real models, as people run them: the released libraries' architectures at true size (released.py), held on the card,
 streamed, and offloaded by others, in one process.
 
-usage: real.py [CASE,CASE] [--systems NAME,NAME] [--budgets GB,GB] [--steps N] [--small] [--out FILE] [--trace FOLDER]
+usage: real.py [CASE,CASE] [--systems NAME,NAME] [--budgets GB,GB] [--link GB/S,GB/S] [--steps N] [--small]
+               [--out FILE] [--trace FOLDER]
 
 CASE: of released.CASES; all of them where none is given. Systems: resident, ours, lossless and auto (once for each
 budget; weights cross the link as they are, packed, or packed where it pays), leaf (diffusers' group offloading, leaf
 level with a stream), model (a pipeline's model offload), accelerate (cpu_offload).
+--link: our rows once for each of these rates of the link, as ordinary computers have them (12 and 25 GB/s): bytes cross
+a faster one so often that it takes as long (the decorator `slow`, docs/backends.md). Others are not slowed.
 --small: a few layers of each, on the simulated device; times say nothing then.
 
 Each row is a JSON line in --out: ms of the first, second and third step and the median of the rest, what a step was
@@ -24,7 +27,7 @@ import time
 
 import peers
 import torch
-from common import NO_CARD, Where, lacks_card, nbytes, rss, timed, version_of
+from common import NO_CARD, SIM_LINK, Where, lacks_card, link_rate, nbytes, rss, timed, version_of
 from released import CASES, Case
 
 import stagehand
@@ -48,8 +51,21 @@ def resident(made, case: Case, where: Where, budget):
     return lambda: made.to("cpu")
 
 
-def ours(made, case: Case, where: Where, budget, transfer="plain"):
-    device = "cuda" if where.cuda else "sim"
+def device_for(where: Where, link: float | None):
+    """link: GB/s that it is to have; None: what it has."""
+    name = "cuda" if where.cuda else "sim"
+    if link is None:
+        return name
+    own = link_rate(where)
+    percent = round(own / (link * 1e9) * 100)
+    if percent < 100:
+        raise ValueError(f"--link {link:g}: the link of this machine has {own / 1e9:.1f} GB/s")
+    name = f"slow(percent={percent})+{name}"
+    return name if where.cuda else stagehand.Device(name, link_bytes_per_s=SIM_LINK)
+
+
+def ours(made, case: Case, where: Where, budget, link=None, transfer="plain"):
+    device = device_for(where, link)
     if case.pipeline:
         from stagehand.integrations.diffusers import offload
 
@@ -58,12 +74,12 @@ def ours(made, case: Case, where: Where, budget, transfer="plain"):
     return lambda: stagehand.shutdown(made)
 
 
-def lossless(made, case: Case, where: Where, budget):
-    return ours(made, case, where, budget, "lossless")
+def lossless(made, case: Case, where: Where, budget, link=None):
+    return ours(made, case, where, budget, link, "lossless")
 
 
-def auto(made, case: Case, where: Where, budget):
-    return ours(made, case, where, budget, "auto")
+def auto(made, case: Case, where: Where, budget, link=None):
+    return ours(made, case, where, budget, link, "auto")
 
 
 def leaf(made, case: Case, where: Where, budget):
@@ -169,12 +185,12 @@ def compared(found: torch.Tensor, want: torch.Tensor) -> dict:
     return {"equal": bool(torch.equal(found, want)), "difference": (found - want).abs().max().item() / scale}
 
 
-def rows_of(name: str, case: Case, made, system: str, budget: int | None, args, where: Where, wanted: dict):
+def rows_of(name: str, case: Case, made, system: str, budget: int | None, link, args, where: Where, wanted: dict):
     """One row for each phase of the case."""
     where.clean()
     where.reset_peak()
     begin = time.perf_counter()
-    undo = PREPARE[system](made, case, where, budget)
+    undo = PREPARE[system](made, case, where, budget, **({} if link is None else {"link": link}))
     where.synchronize()
     setup = time.perf_counter() - begin
     try:
@@ -185,7 +201,8 @@ def rows_of(name: str, case: Case, made, system: str, budget: int | None, args, 
             row = {"setup_s": setup, **measured(step, args.steps, where)}
             if args.trace and system in OURS:
                 os.makedirs(args.trace, exist_ok=True)
-                place = f"{name}-{system}-{budget / 1e9:g}-{phase}".replace(" ", "-")
+                rate = "" if link is None else f"-{link:g}"
+                place = f"{name}-{system}-{budget / 1e9:g}{rate}-{phase}".replace(" ", "-")
                 with stagehand.trace(os.path.join(args.trace, f"{place}.json.gz")):
                     step()
                     where.synchronize()
@@ -209,7 +226,7 @@ def rows_of(name: str, case: Case, made, system: str, budget: int | None, args, 
 
 
 def key_of(row: dict) -> tuple:
-    return row["case"], row["system"], row.get("budget_gb"), row["small"]
+    return row["case"], row["system"], row.get("budget_gb"), row.get("link"), row["small"]
 
 
 class Record:
@@ -238,9 +255,11 @@ def run_case(name: str, args, where: Where, record: Record) -> int:
     """How many rows failed."""
     case, failed = CASES[name], 0
     budgets = [float(word) for word in args.budgets.split(",")] if args.budgets else case.budgets
-    rows = [(system, budget) for system in args.systems.split(",")
-            for budget in (budgets if system in OURS else [None])]
-    heads = [{"case": name, "system": system, "budget_gb": budget, "small": args.small} for system, budget in rows]
+    links = [float(word) for word in args.link.split(",")] if args.link else [None]
+    rows = [(system, budget, link) for system in args.systems.split(",")
+            for budget in (budgets if system in OURS else [None]) for link in (links if system in OURS else [None])]
+    heads = [{"case": name, "system": system, "budget_gb": budget, "link": link, "small": args.small}
+             for system, budget, link in rows]
     if all(key_of(head) in record.done for head in heads):
         return 0
     begin = time.perf_counter()
@@ -257,7 +276,7 @@ def run_case(name: str, args, where: Where, record: Record) -> int:
         if args.small and budget is not None:  # a part of the model: GB say nothing of a small one
             budget = int(weights * (0.9 if case.pipeline else 0.8)) + 100_000
         try:
-            for phase, row in rows_of(name, case, made, head["system"], budget, args, where, wanted):
+            for phase, row in rows_of(name, case, made, head["system"], budget, head["link"], args, where, wanted):
                 if key_of(head) not in record.done:
                     record.add({**head, "phase": phase, "weights_gb": weights / 1e9, **row})
         except NotImplementedError:
@@ -281,6 +300,7 @@ def main() -> int:
     parser.add_argument("cases", nargs="?", default=",".join(CASES))
     parser.add_argument("--systems", help="default: all on a card, resident and ours with --small")
     parser.add_argument("--budgets", help="GB, instead of the case's own")
+    parser.add_argument("--link", help="GB/s of the link, for our rows")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--out")

@@ -350,7 +350,9 @@ typedef struct sth_step_metrics {
  * the device and a write. Allocates: no. */
 STH_API sth_status sth_runtime_flush_telemetry(sth_runtime *runtime);
 
-/* The i-th newest finished step still in the window of 100 (0 = newest); NOT_FOUND past the end. */
+/* The i-th newest finished step still in the window of 100; NOT_FOUND past the end. 0 is the newest,
+ * and looks which steps the device has ended since: ask for 0 first, then upwards. The others stay
+ * in their places until the next step ends or 0 is asked for again. */
 STH_API sth_status sth_runtime_step_metrics(sth_runtime *runtime, uint32_t i,
                                             sth_step_metrics *out_metrics);
 /* Adds counts that only the caller can know to the current step's record. */

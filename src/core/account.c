@@ -46,6 +46,10 @@ void sthi_account_leave(sthi_account *a, sthi_member *m) {
 
 uint64_t sthi_account_free(const sthi_account *a) { return a->cap > a->charge ? a->cap - a->charge : 0; }
 
+void sthi_account_exceed(sthi_account *a, const sthi_member *m, uint64_t least, uint64_t most) {
+    if (a->soft) a->cap = sthi_max_u64(a->cap, sthi_min_u64(sthi_plus(a->charge - m->charge, least), most));
+}
+
 bool sthi_account_take(sthi_account *a, sthi_member *m, uint64_t bytes) {
     STHI_INVARIANT(m->claim <= m->charge && m->charge <= a->charge && a->claims <= a->charge);
     uint64_t claimed = sthi_min_u64(bytes, m->claim);

@@ -40,6 +40,7 @@ typedef struct sthi_member {
 
 typedef struct sthi_account {
     uint64_t cap, charge, claims; /* sums over the members */
+    bool soft;           /* the cap was found for models that take turns: one that needs more may exceed it */
     uint64_t peak;       /* highest charge without claims */
     uint64_t clock;      /* counts uses */
     uint64_t requests;
@@ -53,6 +54,8 @@ void sthi_account_join(sthi_account *a, sthi_member *m, void *owner, const char 
 void sthi_account_leave(sthi_account *a, sthi_member *m); /* with its charge; again is fine */
 
 uint64_t sthi_account_free(const sthi_account *a);
+/* Raises a soft cap, to `most` at the most, until the member can have `least` beside what the others have. */
+void sthi_account_exceed(sthi_account *a, const sthi_member *m, uint64_t least, uint64_t most);
 /* Bytes for the member: of its claim first, then free ones. False, and nothing taken, when there are too few. */
 bool sthi_account_take(sthi_account *a, sthi_member *m, uint64_t bytes);
 void sthi_account_give(sthi_account *a, sthi_member *m, uint64_t bytes);

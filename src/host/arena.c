@@ -4,7 +4,9 @@
  *
  * Invariants: windows start on pages and never share one (a page can be registered once); a reservation
  * lies in one window. The pages of windows that are registered or will be come to at most what the arena was
- * made with; reservations that do not fit into that lie in pageable windows.
+ * made with; reservations that do not fit into that lie in pageable windows. Where the device refused a window and
+ * would refuse SLAB_ROOM as well, the last window that it took is given back when the arena is finished: the slabs
+ * that pageable windows are copied through must be pinned (WSL2 pins 0.5 to 1 GiB, whatever a model takes).
  * An arena in common has its pages in a file (common.h): `base` is the image there, and the addresses that callers get
  * are those of a view of it, at the same offsets. A reservation has whole pages, and is filled before another one
  * begins: a window is registered with the pages that it ends up with.
@@ -29,6 +31,7 @@
 #include "host/common.h"
 
 enum { WINDOW_BYTES = 256 << 20, WRITE_SLICE = 4 << 20, MAX_WRITERS = 8, MAX_REGISTRARS = 4 };
+enum { SLAB_ROOM = 128 << 20 };
 enum { MAX_SWITCHES = 64 }; /* from pageable windows back to pinned ones, where a small reservation still fits */
 
 #define CAPACITY_MOST (UINT64_C(1) << 57) /* no processor addresses more; windows stay countable */
@@ -65,6 +68,7 @@ struct sth_arena {
     window *windows;
     uint32_t window_count, window_cap;
     bool finished;
+    window *refused; /* by the device, though it may be pinned; NULL: none */
     int registrar_count;
     sthi_thread registrars[MAX_REGISTRARS];
     char pin_error[256];
@@ -77,8 +81,10 @@ static void register_window(sth_arena *a, window *w) {
     sthi_round_up(w->end, page, &end);
     sth_devptr alias = 0;
     uint64_t bytes = end - w->begin;
-    bool pinned = sthi_may_pin(bytes) && sthi_pin(a->device, a->base + w->begin, bytes, &alias) == STH_OK;
+    bool may = sthi_may_pin(bytes);
+    bool pinned = may && sthi_pin(a->device, a->base + w->begin, bytes, &alias) == STH_OK;
     sthi_lock(&a->lock);
+    if (may && !pinned) a->refused = w;
     w->alias = alias;
     w->state = pinned ? WINDOW_PINNED : WINDOW_PAGEABLE;
     if (pinned) a->pinned += w->end - w->begin;
@@ -471,12 +477,40 @@ void sthi_arena_pin_rest(sth_arena *a) {
     sthi_unlock(&a->lock);
 }
 
+/* Whether slabs can still be pinned, tried with memory that was refused. */
+static bool has_room_for_slabs(const sth_arena *a, const window *refused) {
+    sth_devptr alias;
+    uint8_t *p = a->base + refused->begin;
+    uint64_t bytes = sthi_min_u64(pages_of(refused->end - refused->begin), SLAB_ROOM);
+    if (sthi_pin(a->device, p, bytes, &alias) != STH_OK) return false;
+    sthi_unpin(a->device, p, bytes);
+    return true;
+}
+
+/* The registrars have ended, and nobody has asked yet which windows are pinned. */
+static void leave_room_for_slabs(sth_arena *a) {
+    window *refused = a->refused, *last = NULL;
+    a->refused = NULL;
+    if (!refused || has_room_for_slabs(a, refused)) return;
+    sthi_lock(&a->lock);
+    for (uint32_t i = 0; i < a->window_count; i++)
+        if (a->windows[i].state == WINDOW_PINNED) last = &a->windows[i];
+    if (last) {
+        last->state = WINDOW_PAGEABLE;
+        last->alias = 0;
+        a->pinned -= last->end - last->begin;
+    }
+    sthi_unlock(&a->lock);
+    if (last) sthi_unpin(a->device, a->base + last->begin, pages_of(last->end - last->begin));
+}
+
 sth_status sthi_arena_finish(sth_arena *a) {
     sthi_lock(&a->lock);
     close_window(a);
     sthi_unlock(&a->lock);
     if (a->common) sthi_common_end(a->common);
     stop_registrars(a); /* they empty the queue before they stop */
+    leave_room_for_slabs(a);
     return STH_OK;
 }
 

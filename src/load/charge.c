@@ -25,11 +25,11 @@ void sthi_settle(sth_runtime *rt) {
     sthi_account_unlock_changed(rt);
 }
 
-uint64_t sthi_account_cap(sth_runtime *rt) {
+uint64_t sthi_account_most(sth_runtime *rt) {
     sthi_account_lock(rt);
-    uint64_t cap = rt->device->account.cap;
+    uint64_t most = rt->device->account.soft ? rt->device->default_cap : rt->device->account.cap;
     sthi_account_unlock(rt);
-    return cap;
+    return most;
 }
 
 sth_status sthi_charge(sth_runtime *rt, uint64_t bytes) {

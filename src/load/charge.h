@@ -7,7 +7,7 @@
 uint64_t sthi_this_thread(void);                     /* which is never 0 */
 uint64_t sthi_hold(sth_runtime *rt, uint64_t want);  /* see sthi_account_hold; sets `limit` */
 void sthi_settle(sth_runtime *rt);
-uint64_t sthi_account_cap(sth_runtime *rt);          /* of the device */
+uint64_t sthi_account_most(sth_runtime *rt);         /* that one runtime may have of the device */
 sth_status sthi_charge(sth_runtime *rt, uint64_t bytes);
 void sthi_uncharge(sth_runtime *rt, uint64_t bytes);
 void sthi_note_step(sth_runtime *rt, bool busy);     /* this thread is in a step of it from now on, or no more */

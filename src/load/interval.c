@@ -15,7 +15,7 @@ bool sthi_timing_record(sth_runtime *rt, sth_event **event, sth_stream stream) {
 
 void sthi_interval_begin(sth_runtime *rt, uint32_t unit, sth_stream stream) {
     sthi_timed_step *t = rt->timing.now;
-    if (!t) return;
+    if (!t || t->light) return;
     if (t->copies == t->copy_cap) {
         rt->timing.too_short = true;
         return;

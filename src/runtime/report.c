@@ -84,7 +84,7 @@ sth_status sthi_runtime_step_metrics(sth_runtime *rt, uint32_t i, sth_step_metri
     sthi_lock(&rt->lock);
     sth_status rc = STH_OK;
     if (rt->shut) rc = sthi_shut_down(rt);
-    else if (rt->sealed) sthi_timing_harvest(rt, false);
+    else if (rt->sealed && i == 0) sthi_timing_harvest(rt, false); /* later ones would shift those that were read */
     if (rc == STH_OK) rc = sthi_telemetry_get(rt->telemetry.file, i, out);
     sthi_unlock(&rt->lock);
     return rc;

@@ -20,7 +20,7 @@
 static sth_status first_plan(sth_runtime *rt) {
     uint64_t smallest = sthi_smallest_budget(rt);
     if (smallest > rt->options.budget) return sthi_budget_error(rt, sthi_largest_unit(rt));
-    uint64_t most = sthi_min_u64(rt->options.budget, sthi_account_cap(rt)); /* if all others were gone */
+    uint64_t most = sthi_min_u64(rt->options.budget, sthi_account_most(rt)); /* if all others were gone */
     uint64_t left = sthi_hold(rt, rt->options.budget);
     rt->share.parked = (rt->options.parked || left < smallest) && smallest <= most;
     sth_status rc = rt->share.parked ? STH_OK : sthi_measure_link(rt);

@@ -48,7 +48,7 @@ static void drop_stale(sth_runtime *rt) {
 sth_status sthi_step_begin_locked(sth_runtime *rt, bool implicit) {
     STHI_INVARIANT(!rt->step.open && !rt->share.parked && rt->graph.state == STHI_GRAPH_IDLE);
     sthi_drain_drops(rt);
-    sthi_timing_harvest(rt, false);
+    sthi_timing_harvest_idle(rt);
     sthi_grow(rt);
     rt->current.step = (double)rt->step.number;
     if (rt->program.waits) sthi_program_reset(rt);
@@ -158,6 +158,7 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     STHI_INVARIANT(rt->step.open && rt->graph.state == STHI_GRAPH_IDLE);
     STHI_INVARIANT(rt->program.cursor <= rt->order.count && rt->step.trace_count <= rt->step.trace_cap);
     sthi_drain_drops(rt);
+    sthi_timing_harvest(rt, false); /* here the device has the rest of the step to do */
     /* Writable host images must not be read once the caller may write them again. */
     sth_status waited = sthi_masters_wait(rt), rc = sthi_awaited_wait(rt);
     if (waited == STH_OK) waited = rc;
@@ -192,7 +193,8 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     rt->program.cursor = 0;
     bool stray = strayed(rt, whole), writes = rt->writes.fresh && rt->step.number >= rt->writes.look_at;
     bool learnt = rt->order.recorded && (!recorded || epoch != rt->order.epoch);
-    sthi_timing_harvest(rt, learnt); /* a plan for a new order is worth the wait for its times */
+    if (learnt) sthi_timing_harvest(rt, true); /* a plan for a new order is worth the wait for its times */
+    else sthi_timing_harvest_idle(rt);
     if (sthi_closing_idle(rt)) {
         rt->planned.again = true;
         rt->planned.why = "memory is free that leases held";

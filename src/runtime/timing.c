@@ -88,13 +88,17 @@ void sthi_timing_close(sth_runtime *rt) {
     rt->timing.arrows = NULL;
 }
 
-/* Two events round each use take up to 8 % of a step while the link is busy (docs/telemetry.md). Steps that are written
- * down, or whose times something may change, are timed in full. */
-static bool may_be_light(const sth_runtime *rt) {
+/* Events cost time on this device, and all that a plan is made for is known: nothing waits for the times of a step. */
+static bool is_steady(const sth_runtime *rt) {
     const sthi_timing *t = &rt->timing;
     bool known = rt->order.recorded && t->seen >= LEAST_SEEN && t->like_plan && t->like_plan == rt->planned.count;
-    return t->thrifty && known && !t->watch && !t->odd_steps && !rt->planned.again && rt->step.number % ONE_IN &&
-           !rt->options.telemetry_path && !sthi_timeline_on();
+    return t->thrifty && known && !t->watch && !t->odd_steps && !rt->planned.again;
+}
+
+/* Two events around each use take up to 8 % of a step while the link is busy (docs/telemetry.md). Steps that are
+ * written down are timed in full. */
+static bool may_be_light(const sth_runtime *rt) {
+    return is_steady(rt) && rt->step.number % ONE_IN && !rt->options.telemetry_path && !sthi_timeline_on();
 }
 
 void sthi_timing_begin(sth_runtime *rt) {
@@ -351,6 +355,8 @@ static void fill_light(sth_runtime *rt, sth_step_metrics *m) {
     const sth_step_metrics *like = &rt->timing.like;
     double change = m->step_time_ms - like->step_time_ms;
     m->compute_time_ms = like->compute_time_ms;
+    m->copy_time_ms = like->copy_time_ms;
+    m->link_gb_s = like->link_gb_s;
     m->stall_time_ms = like->stall_time_ms + change > 0 ? like->stall_time_ms + change : 0;
     m->prefetch_hits = like->prefetch_hits;
     m->prefetch_misses = like->prefetch_misses;
@@ -391,8 +397,8 @@ static void read_step(sth_runtime *rt, sthi_timed_step *t) {
         }
         stall_count = merge_spans(stalls, stall_count);
         double copied = total(copies, copy_count);
-        m->copy_time_ms = copied / 1e6;
         m->step_time_ms = since(rt, base, t->end) / 1e6;
+        m->copy_time_ms = copied / 1e6;
         m->overlap_ratio = copied > 0 ? 1 - common(copies, copy_count, stalls, stall_count) / copied : 0;
         m->link_gb_s = copied > 0 ? (double)t->copied_bytes / copied : 0;
         if (t->light) fill_light(rt, m);
@@ -437,6 +443,10 @@ void sthi_timing_harvest(sth_runtime *rt, bool wait) {
         t->waiting = false;
         rt->timing.head++;
     }
+}
+
+void sthi_timing_harvest_idle(sth_runtime *rt) {
+    if (!is_steady(rt)) sthi_timing_harvest(rt, false);
 }
 
 void sthi_runtime_settle_times(sth_runtime *rt) {

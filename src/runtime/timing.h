@@ -15,5 +15,8 @@ void sthi_timing_pause(sth_runtime *rt); /* the step's work ends here, unless an
 void sthi_timing_end_late(sth_runtime *rt);
 void sthi_timing_end(sth_runtime *rt);
 void sthi_timing_harvest(sth_runtime *rt, bool wait);
+/* Where the device may have nothing to do: in steady steps the times wait for the end of the next step, during which
+ * the host waits anyway, or until somebody asks. */
+void sthi_timing_harvest_idle(sth_runtime *rt);
 void sthi_runtime_settle_times(sth_runtime *rt); /* not held: waits for the copies of steps that have ended */
 #endif

@@ -42,7 +42,7 @@ typedef struct sthi_timed_step {
     bool copy_open;          /* copy[copies] has begun */
     bool waiting;            /* closed, its events are not all done yet */
     bool whole;              /* followed the order from end to end */
-    bool light;              /* only its first use has events */
+    bool light;              /* only its first use and its end have events */
     bool writes_expected;    /* as of the runtime */
     uint32_t plan;           /* the number of plans taken by then */
     uint32_t turn[STHI_TURNS]; /* [turns] uses with which a backward begins, or a forward again, by turns */
@@ -66,7 +66,7 @@ typedef struct sthi_timing {
     uint32_t seen;           /* steps whose times went into the order */
     uint64_t *arrows;        /* [units] of a recording: from the copy that the next use gets, or 0; NULL: none was on */
     uint32_t odd_steps;      /* in a row, whose compute was unlike that in the order */
-    bool thrifty;            /* events of uses cost the device time: most steps are light once times are known */
+    bool thrifty;            /* events cost time, and reading them does: most steps are light once times are known */
     uint32_t watch;          /* steps that are timed in full, whatever is known */
     sth_step_metrics like;   /* of the last whole step that was timed in full */
     uint32_t like_plan;      /* its plan; 0: there was none */

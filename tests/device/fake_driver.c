@@ -14,7 +14,7 @@ static fake_plan plan;
 static char planned[64]; /* the plan's function: the caller's string may go */
 static long all_calls, complaint_count;
 static char first_complaint[256];
-static bool shut_down;
+static bool shut_down, sticky, told_again;
 static int devices, retained;
 static char primary, foreign; /* contexts are addresses */
 static _Thread_local void *current;
@@ -65,6 +65,10 @@ fake_call fake_enter(fake_function *f, int needs) {
         return (fake_call){.run = plan.ends_anyway && needs & FAKE_ENDS, .injected = plan.code};
     }
     if (needs & FAKE_IN_CONTEXT && !in_context()) return (fake_call){.code = FAKE_INVALID_CONTEXT};
+    if (told_again && needs == FAKE_IN_CONTEXT) {
+        told_again = false;
+        return (fake_call){.code = FAKE_OUT_OF_MEMORY};
+    }
     return (fake_call){.run = true};
 }
 
@@ -87,7 +91,13 @@ static size_t setting(const char *name, size_t fallback) {
     return text ? strtoull(text, NULL, 10) : fallback;
 }
 
+fake_code fake_refusal(void) {
+    told_again = sticky;
+    return FAKE_OUT_OF_MEMORY;
+}
+
 fake_code fake_init(unsigned flags) {
+    sticky = getenv("FAKE_DRIVER_STICKY") != NULL;
     devices = (int)setting("FAKE_DRIVER_DEVICES", 1);
     fake_memory_init(setting("FAKE_DRIVER_MEMORY", (size_t)1 << 30), setting("FAKE_DRIVER_PIN_LIMIT", SIZE_MAX));
     return flags ? FAKE_INVALID_VALUE : devices ? FAKE_OK : FAKE_NO_DEVICE;

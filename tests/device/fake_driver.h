@@ -12,7 +12,8 @@
  * goes while work on it is pending, a wait for an event that was never recorded.
  *
  * One lock guards all of it; work runs under it too. Environment, read at each init: FAKE_DRIVER_DEVICES (default 1),
- * FAKE_DRIVER_MEMORY and FAKE_DRIVER_PIN_LIMIT (bytes); FAKE_DRIVER_NO_MAPPINGS: no virtual memory, so no rings. */
+ * FAKE_DRIVER_MEMORY and FAKE_DRIVER_PIN_LIMIT (bytes); FAKE_DRIVER_STICKY: a refused registration is told of twice;
+ * FAKE_DRIVER_NO_MAPPINGS: no virtual memory, so no rings. */
 #ifndef TESTS_FAKE_DRIVER_H
 #define TESTS_FAKE_DRIVER_H
 #include <stdbool.h>

@@ -104,7 +104,7 @@ fake_code fake_register(void *address, size_t bytes) {
         if (p < s->p + s->bytes && s->p < p + bytes) return FAKE_HOST_REGISTERED;
         sum += s->bytes;
     }
-    if (bytes > pin_limit - sum) return FAKE_OUT_OF_MEMORY;
+    if (bytes > pin_limit - sum) return fake_refusal();
     return fake_add(&pinned, (span){.p = p, .bytes = bytes}) ? FAKE_OK : FAKE_OUT_OF_MEMORY;
 }
 

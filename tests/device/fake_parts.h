@@ -10,6 +10,10 @@ enum { FAKE_SLOTS = 64, FAKE_TABLE = 1024 };
 extern pthread_mutex_t fake_lock;
 extern pthread_cond_t fake_done; /* work was done */
 
+/* Of a registration above the limit: OUT_OF_MEMORY, which with FAKE_DRIVER_STICKY the next call that the card has a
+ * part in returns once more, as under WSL2. */
+fake_code fake_refusal(void);
+
 void fake_complain(const char *text, ...) __attribute__((format(printf, 1, 2)));
 
 /* ---- tables of things by address */

@@ -54,7 +54,8 @@ static void names_with_decorators(void **state) {
         {"fault(free=1)+sim", "free=1"},      {"fault(now_ns=1)+sim", "now_ns=1"},
         {"fault(status=FINE)+sim", "status=FINE"}, {"fault(status=OK)+sim", "status=OK"},
         {"fault(copy_h2d)+sim", "key=value"}, {"delay(seed=-1)+sim", "seed=-1"},
-        {"delay(call_us=99999999999)+sim", "call_us"}, {"check(file=x)+sim", "log=PATH"},
+        {"delay(call_us=99999999999)+sim", "call_us"}, {"slow(percent=99)+sim", "percent=99"},
+        {"check(file=x)+sim", "log=PATH"},
         {"trace+sim", "file=PATH"},           {"trace(file=)+sim", "file=PATH"},
         {"trace(file=/nowhere/x)+sim", "/nowhere/x"}, {"check(log=/nowhere/x)+sim", "/nowhere/x"},
         {"fault(copy_h2d=1+sim", "fault"},    {"fault(copy_h2d=1)x+sim", "do not end"},
@@ -290,6 +291,51 @@ static void delay_makes_time_pass(void **state) {
     assert_true(took[0] > 20 * 2000 + 1000000 && took[0] < 20 * 1010000);
     assert_int_equal(took[0], took[1]); /* the same seed, the same delays */
     assert_int_not_equal(took[0], took[2]);
+}
+
+/* ---- slow */
+
+/* In virtual time: what a copy of 1 MB takes each way, and the bytes that arrive. */
+static void slow_takes_its_percents_of_the_link(void **state) {
+    (void)state;
+    enum { MEGABYTE = 1000000 };
+    static unsigned char from[MEGABYTE], to[MEGABYTE];
+    static const struct {
+        const char *name;
+        int64_t percent;
+    } cases[] = {{"sim", 100}, {"slow(percent=100)+sim", 100}, {"slow+sim", 200}, {"check+slow(percent=460)+sim", 460}};
+    for (size_t i = 0; i < MEGABYTE; i++) from[i] = (unsigned char)(i * 7 + i / 1000);
+    int64_t took[4][2];
+    for (size_t k = 0; k < 4; k++) {
+        sth_sim_options options;
+        sth_sim_options_init(&options);
+        options.virtual_time = true;
+        options.link_bytes_per_s = 1e9;
+        sth_device *d = NULL;
+        sth_devptr p;
+        assert_ok(sth_device_open(cases[k].name, &options, &d));
+        assert_ok(O(alloc, MEGABYTE, &p));
+        memset(to, 0, MEGABYTE);
+        for (int way = 0; way < 2; way++) {
+            sth_event *e[2];
+            for (int i = 0; i < 2; i++) assert_ok(O(event_create, true, &e[i]));
+            assert_ok(O(event_record, e[0], 0));
+            if (way) assert_ok(O(copy_d2h, to, p, MEGABYTE, 0));
+            else assert_ok(O(copy_h2d, p, from, MEGABYTE, 0));
+            assert_ok(O(event_record, e[1], 0));
+            assert_ok(O(event_synchronize, e[1]));
+            assert_ok(O(event_elapsed_ns, e[0], e[1], &took[k][way]));
+            for (int i = 0; i < 2; i++) O(event_destroy, e[i]);
+        }
+        assert_memory_equal(from, to, MEGABYTE);
+        O(free, p, MEGABYTE);
+        sth_device_close(d);
+    }
+    for (size_t k = 1; k < 4; k++)
+        for (int way = 0; way < 2; way++) {
+            int64_t want = took[0][way] * cases[k].percent / 100;
+            assert_in_range(took[k][way], want - want / 50, want + want / 50);
+        }
 }
 
 /* ---- trace and replay */
@@ -704,6 +750,7 @@ int main(void) {
         cmocka_unit_test(check_tells_what_is_left_and_keeps_a_log),
         cmocka_unit_test(fault_fails_the_nth_call),
         cmocka_unit_test(delay_makes_time_pass),
+        cmocka_unit_test(slow_takes_its_percents_of_the_link),
         cmocka_unit_test(a_replay_makes_the_same_calls),
         cmocka_unit_test(a_replay_counts_what_is_different),
         cmocka_unit_test(what_is_no_trace_is_refused),

@@ -10,6 +10,7 @@
 #include "base/memory.h"
 #include "device/device.h"
 #include "device/fake_driver.h"
+#include "host/arena.h"
 #include "quant/four_world.h"
 #include "stagehand/download.h"
 #include "stagehand/transfer.h"
@@ -204,6 +205,44 @@ static void another_library_may_switch_contexts(void **state) {
         assert_true(fake->is_switched());
         assert_int_equal(fake->live(), 0);
     }
+}
+
+/* WSL2 pins 0.5 to 1 GiB of a process, and a refusal fails the call behind it as well. */
+static void a_wall_of_pinned_memory_leaves_room_for_the_slabs(void **state) {
+    (void)state;
+    enum { MIB = 1 << 20, WINDOW = 256 * MIB };
+    for (uint64_t wall = 300; wall <= 1000; wall += 100) {
+        char text[24];
+        sth_device *d = NULL;
+        sth_arena *weights = NULL, *slabs = NULL;
+        sth_devptr memory = 0;
+        void *p;
+        snprintf(text, sizeof text, "%llu", (unsigned long long)wall * MIB);
+        setenv("FAKE_DRIVER_PIN_LIMIT", text, 1);
+        setenv("FAKE_DRIVER_STICKY", "1", 1);
+        sthi_memory_assume(UINT64_C(64000000000));
+        assert_ok(sth_device_open(words->backend, NULL, &d));
+        assert_ok(d->ops->alloc(d->self, ROOM, &memory));
+        assert_ok(sthi_arena_create(d, (uint64_t)8 * WINDOW, &weights));
+        for (int i = 0; i < 8; i++) assert_ok(sthi_arena_reserve(weights, WINDOW, &p));
+        assert_ok(sthi_arena_finish(weights));
+        assert_ok(d->ops->copy_h2d(d->self, memory, host, ROOM, 0)); /* the refusal has been told of */
+        uint64_t taken = wall / 256, left = wall - 256 * taken;
+        assert_int_equal(sthi_arena_pinned_bytes(weights), (taken - (left < 128)) * WINDOW);
+        assert_non_null(strstr(sthi_arena_pin_error(weights), words->no_memory));
+        assert_ok(sthi_arena_create(d, 64 * MIB, &slabs));
+        assert_ok(sthi_arena_reserve(slabs, 64 * MIB, &p));
+        assert_ok(sthi_arena_finish(slabs));
+        assert_int_equal(sthi_arena_pinned_bytes(slabs), 64 * MIB);
+        sthi_memory_assume(0);
+        sthi_arena_release(slabs);
+        sthi_arena_release(weights);
+        d->ops->free(d->self, memory, ROOM);
+        sth_device_close(d);
+        assert_int_equal(fake->live(), 0);
+    }
+    unsetenv("FAKE_DRIVER_STICKY");
+    unsetenv("FAKE_DRIVER_PIN_LIMIT");
 }
 
 /* At exit the driver may be gone before Python lets go of us. */
@@ -487,6 +526,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(cleaning_up_may_fail_too),
         cmocka_unit_test(failures_carry_the_drivers_words),
         cmocka_unit_test(another_library_may_switch_contexts),
+        cmocka_unit_test(a_wall_of_pinned_memory_leaves_room_for_the_slabs),
         cmocka_unit_test(a_driver_that_has_shut_down_is_quiet),
         cmocka_unit_test(downloads_survive_any_driver_call_that_fails),
         cmocka_unit_test(packed_bytes_expand_to_the_reference),

@@ -3,6 +3,7 @@ import their libraries when they are called."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import string
 
@@ -124,16 +125,27 @@ def ltx():
     return LTXPipeline(FlowMatchEulerDiscreteScheduler(), vae, t5_encoder(), t5_tokenizer(), transformer)
 
 
-def wan():
-    from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+def wan_transformer():
+    from diffusers import WanTransformer3DModel
 
-    transformer = WanTransformer3DModel(
+    return WanTransformer3DModel(
         patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=16, out_channels=16,
         text_dim=32, freq_dim=256, ffn_dim=32, num_layers=3, cross_attn_norm=True,
         qk_norm="rms_norm_across_heads", rope_max_seq_len=32)
+
+
+def wan(**more):
+    from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline
+
     vae = AutoencoderKLWan(base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
                            temperal_downsample=[False, True, True])
-    return WanPipeline(t5_tokenizer(), t5_encoder("UMT5"), vae, FlowMatchEulerDiscreteScheduler(shift=7.0), transformer)
+    return WanPipeline(t5_tokenizer(), t5_encoder("UMT5"), vae, FlowMatchEulerDiscreteScheduler(shift=7.0),
+                       wan_transformer(), **more)
+
+
+def wan22():
+    """Two transformers: one for the steps with much noise, one for the others."""
+    return wan(transformer_2=wan_transformer(), boundary_ratio=0.9)
 
 
 def qwen():
@@ -175,7 +187,7 @@ def controlled():
 
 
 PIPELINES = {"qwen": qwen, "controlled": controlled, "flux": flux, "sd": sd, "sdxl": sdxl, "sd3": sd3, "ltx": ltx,
-             "wan": wan}
+             "wan": wan, "wan22": wan22}
 CALLS = {
     "qwen": {"height": 32, "width": 32, "true_cfg_scale": 1.0, "max_sequence_length": 64},
     "controlled": {"guidance_scale": 6.0, "height": 32, "width": 32},
@@ -185,6 +197,16 @@ CALLS = {
     "sd3": {"guidance_scale": 5.0, "height": 32, "width": 32, "max_sequence_length": 16},
     "ltx": {"guidance_scale": 3.0, "height": 32, "width": 32, "num_frames": 9, "max_sequence_length": 16},
     "wan": {"guidance_scale": 5.0, "height": 16, "width": 16, "num_frames": 9, "max_sequence_length": 16},
+    "wan22": {"guidance_scale": 5.0, "height": 16, "width": 16, "num_frames": 9, "max_sequence_length": 16},
+}
+PROMPT = "a red cat on the moon"
+_CFG = ("prompt_embeds", "negative_prompt_embeds")
+ENCODED = {  # what encode_prompt() of a pipeline returns, by the names under which calls take that
+    "flux": ("prompt_embeds", "pooled_prompt_embeds", None), "qwen": ("prompt_embeds", "prompt_embeds_mask"),
+    "sd": _CFG, "controlled": _CFG, "wan": _CFG, "wan22": _CFG,
+    "sdxl": (*_CFG, "pooled_prompt_embeds", "negative_pooled_prompt_embeds"),
+    "sd3": (*_CFG, "pooled_prompt_embeds", "negative_pooled_prompt_embeds"),
+    "ltx": ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask"),
 }
 
 
@@ -204,14 +226,46 @@ def models(pipe) -> dict:
     return {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
 
 
-def called(pipe, kind: str, steps=2, **options):
-    """A tensor with what the pipeline makes of a prompt."""
-    options = {**CALLS[kind], **options}
+def taken(function, options: dict) -> dict:
+    """Those of the options that the function has."""
+    return {name: value for name, value in options.items() if name in inspect.signature(function).parameters}
+
+
+def encoded(pipe, kind: str) -> dict:
+    """The prompt as a call takes it from somebody who has encoded it."""
+    options = {"prompt": PROMPT, "prompt_2": None, "prompt_3": None, "device": pipe._execution_device,
+               "num_images_per_prompt": 1, "do_classifier_free_guidance": True, **CALLS[kind]}
+    with torch.no_grad():
+        found = pipe.encode_prompt(**taken(pipe.encode_prompt, options))
+    return {name: value for name, value in zip(ENCODED[kind], found) if name is not None}
+
+
+def called(pipe, kind: str, steps=2, given=False, **options):
+    """A tensor with what the pipeline makes of a prompt. given: of its embeddings, which encode_prompt() makes."""
+    options = {**CALLS[kind], **(encoded(pipe, kind) if given else {}), **options}
+    if "prompt_embeds" not in options:
+        options.setdefault("prompt", PROMPT)
     if kind == "controlled":
         options["image"] = torch.rand(1, 3, 32, 32, generator=torch.Generator("cpu").manual_seed(1))
-    out = pipe("a red cat on the moon", num_inference_steps=steps, output_type="pt",
-               generator=torch.Generator("cpu").manual_seed(0), **options)
+    options = taken(pipe.__call__, {"output_type": "pt", **options})
+    out = pipe(num_inference_steps=steps, generator=torch.Generator("cpu").manual_seed(0), **options)
     return out[0] if isinstance(out[0], torch.Tensor) else torch.stack(list(out[0]))
+
+
+def denoiser_of(pipe) -> str:
+    return "unet" if hasattr(pipe, "unet") else "transformer"
+
+
+def lora(kind: str, seed: int) -> dict:
+    """A LoRA of the part that denoises, as a file would hold it."""
+    import peft
+
+    name = denoiser_of(made(kind))
+    net = getattr(made(kind), name)
+    net.add_adapter(peft.LoraConfig(r=4, lora_alpha=4, target_modules=["to_q", "to_v", "to_out.0"]))
+    torch.manual_seed(seed)
+    state = peft.utils.get_peft_model_state_dict(net)
+    return {f"{name}.{key}": torch.randn_like(value) * 0.1 for key, value in state.items()}
 
 
 BLOCKS = (r"^(encoder\.)?block\.\d+\.layer\.\d+$", r"(^|\.)(transformer_blocks|single_transformer_blocks|layers)\.\d+$",
@@ -261,3 +315,41 @@ def mixtral():
     return s.made(MixtralForCausalLM, MixtralConfig(
         vocab_size=300, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=4, pad_token_id=0, bos_token_id=1, eos_token_id=2), frozen=False)
+
+
+TOKENS = {"vocab_size": 300, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, **TOKENS}
+
+
+def causal(kind: str, config="Config", **more):
+    import transformers
+
+    made_of = getattr(transformers, kind + config)(**{**SMALL, **more})
+    return s.made(getattr(transformers, f"{kind}ForCausalLM"), made_of, frozen=False)
+
+
+def qwen3():
+    return causal("Qwen3")
+
+
+def gemma3():
+    """Local and global attention, and a table of tokens that is the head."""
+    return causal("Gemma3", "TextConfig", sliding_window=8,
+                  layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+
+
+def gpt_oss():
+    return causal("GptOss", intermediate_size=64, num_local_experts=4, num_experts_per_tok=2, sliding_window=8,
+                  layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+
+
+def whisper():
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    model = s.made(WhisperForConditionalGeneration, WhisperConfig(
+        d_model=64, encoder_layers=3, decoder_layers=3, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=128, decoder_ffn_dim=128, num_mel_bins=16, max_source_positions=30, max_target_positions=64,
+        decoder_start_token_id=3, suppress_tokens=[], begin_suppress_tokens=[], **TOKENS), frozen=False)
+    model.generation_config.no_timestamps_token_id = 299
+    return model

@@ -280,3 +280,20 @@ def test_ranks_are_compared_with_one_process(monkeypatch, capsys, tmp_path):
                     "--steps", "2", "--json", str(out))
     assert status == 0 and "bit for bit: 6 of 6" in capsys.readouterr().out
     assert sum(rank["found"] for rank in json.loads(out.read_text())["ranks"]) == 3 * 256 * 256 * 4
+
+
+def test_real_models_over_slower_links(monkeypatch, tmp_path, capsys):
+    """A row for each rate, in which the link has that rate; one that this machine does not reach is refused."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    out = tmp_path / "real.jsonl"
+    words = ("llama8b", "--small", "--budgets", "1", "--steps", "4", "--out", str(out))
+    with threads(1):
+        assert script("real", monkeypatch, *words, "--link", "0.5,2") == 0, capsys.readouterr()
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        assert [(row["system"], row["link"]) for row in rows if row["phase"] == "decode"] == [
+            ("resident", None), ("ours", 0.5), ("ours", 2.0)]
+        assert all(row["difference"] < 1e-3 for row in rows)
+        slow, fast = (row for row in rows if row["system"] == "ours" and row["phase"] == "decode")
+        assert slow["predicted"] > fast["predicted"]
+        assert script("real", monkeypatch, *words, "--link", "400") == 1
+    assert "the link of this machine has 4.0 GB/s" in out.read_text()

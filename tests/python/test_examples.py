@@ -60,6 +60,24 @@ def test_four_models_of_which_one_does_not_fit():
     assert done.status == 1 and "smallest budget that can work" in done.stderr
 
 
+@pytest.mark.parametrize("words", [[], ["--recompute", "--cap", "8MB"]])
+def test_a_video_model_trains_below_a_cap(words):
+    pytest.importorskip("peft")
+    if not hasattr(pytest.importorskip("diffusers"), "LTX2VideoTransformer3DModel"):
+        pytest.skip("this diffusers has no LTX2VideoTransformer3DModel")
+    done = example("train_video.py", "--steps", "5", *words)
+    assert done.status == 0, done.stdout + done.stderr
+    assert done.stdout.count("\nok ") == 4
+    peaks = [float(found) for found in re.findall(r"([\d.]+) MB  ", done.stdout)]
+    assert len(peaks) == 2 and peaks[1] < 0.9 * peaks[0]
+
+
+def test_a_video_model_of_true_size_needs_a_card():
+    pytest.importorskip("peft")
+    pytest.importorskip("diffusers")
+    assert "needs a card" in example("train_video.py", "--size", "true").stderr
+
+
 @pytest.mark.parametrize("mode, steps", [("lora", 10), ("full", 6)])
 def test_fine_tuning_converges_as_the_unwrapped_model_does(mode, steps):
     done = finetune("--mode", mode, "--steps", steps, "--compare")

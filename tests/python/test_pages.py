@@ -82,7 +82,15 @@ def of_trl(folder: pathlib.Path) -> dict:
 
 def of_diffusers(folder: pathlib.Path, block: str) -> dict:
     needed("diffusers", "transformers")
-    return {"pipe": hosts.sd(), "options": {"num_inference_steps": 1, "height": 32, "width": 32}}
+    if "WanPipeline" in block:
+        hosts.made("wan22").save_pretrained(folder)
+    given = {"pipe": hosts.sd(), "options": {"num_inference_steps": 1, "height": 32, "width": 32}, "folder": folder}
+    if "controlnet=" in block:
+        from diffusers import ControlNetModel
+
+        unet = given["pipe"].unet
+        given["controlnet"] = ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(16, 32))
+    return given
 
 
 def of_ranks(folder: pathlib.Path, block: str) -> dict:

@@ -13,6 +13,8 @@ from test_finding import Allocator, Busy
 from torch import nn
 
 import stagehand
+from stagehand.device import Target
+from stagehand.integrations import diffusers as integration
 from stagehand.integrations.diffusers import offload
 
 STEPS = 6
@@ -155,3 +157,60 @@ def test_what_is_no_option_of_a_pipeline_is_refused(pair):
     with pytest.raises(TypeError, match="source"):
         offload(pipe, 2_600 * KB, device="sim", source="model.safetensors")
     assert "_stagehand_layer_runtime" not in vars(pipe.image)
+
+
+def test_little_beside_the_places_stays_when_a_model_gives_them_away():
+    """Norms, for which the device would wait twice in each call."""
+    models = {name: made(Stack, 6, 256, seed=seed) for seed, name in enumerate(("text", "unet"))}
+    plain = {name: aligned_copy(model) for name, model in models.items()}
+    pipe = types.SimpleNamespace(components=models)
+    with threads(1), torch.no_grad(), offload(pipe, int(0.7 * nbytes(models["unet"])), device="sim") as offloaded:
+        moves = []
+        for runtime in offloaded.runtimes.values():
+            stay = runtime.session.stay
+            stay._go_home = lambda stay=stay, went=stay._go_home: (moves.append(stay), went())
+        for call in range(4):
+            x = torch.randn(3, 256)
+            for name, times in (("text", 1), ("unet", 4)):
+                for _ in range(times):
+                    assert same(models[name](x), plain[name](x))
+            if call == 1:
+                moves.clear()
+        assert not moves and all(runtime.session.stay.reserved for runtime in offloaded.runtimes.values())
+        assert offloaded.runtimes["text"].stats["yields"] > 2
+
+
+def test_what_else_the_process_has_may_leave_less_than_a_model_needs(pair):
+    """As workspaces of a card's libraries do beside small models: such a step goes above the cap."""
+    pipe, plain = pair
+    cap, x = 2_600 * KB, torch.randn(4, 64)
+    with offload(pipe, cap, device=stagehand.Device("sim", memory_bytes=4 * cap)) as offloaded:
+        allocator = with_activations(pipe, offloaded)
+        assert same(pipe(x), plain(x))
+        with allocator.room(cap):
+            for _ in range(3):
+                assert same(pipe(x), plain(x))
+        for _ in range(2):
+            assert same(pipe(x), plain(x))
+        device = offloaded.runtimes["image"].session.target
+        assert device.core.residency()["occupied"] < cap and not allocator.failures
+
+
+
+def test_models_open_where_the_process_has_taken_memory_since_the_cap_was_counted(pair, monkeypatch):
+    pipe, plain = pair
+    cap, before = 2_600 * KB, Target.memory
+    monkeypatch.setattr(integration, "_others", lambda core: 0)
+
+    def memory(target):
+        taken = {"framework_reserved": cap, "framework_allocated": cap, "framework_peak": cap}
+        return {name: value + taken.get(name, 0) for name, value in before(target).items()}
+
+    monkeypatch.setattr(Target, "memory", memory)
+    with offload(pipe, cap, device=stagehand.Device("sim", memory_bytes=4 * cap)) as offloaded:
+        for _ in range(2):
+            x = torch.randn(4, 64)
+            assert same(pipe(x), plain(x))
+        assert sum(runtime.stats["budget"] for runtime in offloaded.runtimes.values()) < cap
+    with pytest.raises(stagehand.StagehandOOMError, match="vae of the pipeline: .*the smallest budget that can work"):
+        offload(pipe, 2 * KB, device="sim")

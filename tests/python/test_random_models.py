@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+import card
 import pytest
 import random_models
 import torch
@@ -37,7 +38,7 @@ def test_random_programs_give_what_the_plain_model_gives(first):
 def test_a_weight_that_a_checkpointed_part_computes_is_computed_there_again_on_the_device():
     """The part's bias lives on the device, and its weight's original does not. The part is computed again outside of
     all managed calls. Read as between passes, the original went to checkpointing's hooks, and in forward it did not."""
-    spec = random_models.spec_of(1240353, ["vector"])
+    spec = random_models.spec_of(1240353, ["vector"], device=card.NAME)
     spec["setup"] |= {"double": True, "budget": "half", "link": None, "offload": 0, "optimizer": "sgd"}
     assert spec["setup"]["mode"] == "block" and spec["setup"]["trainables"] == "device"
     spec["layers"] = [{"kind": "linear", "seed": 841725111, "wrap": []},
@@ -46,6 +47,16 @@ def test_a_weight_that_a_checkpointed_part_computes_is_computed_there_again_on_t
                        {"do": "penalty", "seed": 967881646}]
     result = random_models.run(spec)
     assert result.outcome == "passed", result
+
+
+def test_a_part_that_is_computed_again_for_its_frozen_weights_alone_calls_no_hooks_again():
+    """PyTorch computes it again, since it saves the weights; here they are saved by their handles."""
+    spec = random_models.spec_of(3300397, ["sums"], device=card.NAME)
+    spec["setup"] |= {"budget": "half", "owned": 1 << 20, "offload": 0, "optimizer": "sgd", "trainables": "host"}
+    spec["program"] = [{"do": "hook", "seed": 1018301429}, {"do": "train", "seed": 770014244}]
+    result = random_models.run(spec)
+    assert result.outcome == "passed", result
+    assert "a part was not computed again for its weights alone" in result.notes
 
 
 def test_a_difference_is_found_and_made_smaller(monkeypatch):

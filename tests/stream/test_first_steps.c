@@ -402,6 +402,8 @@ static void test_light_steps(void **state) {
         const sthi_timed_step *t = timed_last(&r);
         light += t->light;
         if (t->uses != (t->light ? 1 : s.uses)) fail_msg("step %d has %u timed uses", i, (unsigned)t->uses);
+        if (t->light && t->copies) fail_msg("light step %d has %u timed copies", i, (unsigned)t->copies);
+        if (!(m.copy_time_ms > 0 && m.link_gb_s > 0)) fail_msg("step %d has no copies", i);
         if (fabs(m.step_time_ms - ms) > 0.02 * ms) fail_msg("step %d: %.1f ms, recorded %.1f", i, ms, m.step_time_ms);
         if (m.step_time_ms < 0.98 * m.compute_time_ms && i > STEPS && i < 3 * STEPS)
             fail_msg("step %d: %.1f ms, of them %.1f compute", i, m.step_time_ms, m.compute_time_ms);

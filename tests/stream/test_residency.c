@@ -686,6 +686,44 @@ static void the_cap_is_below_the_memory_where_one_is_set(void **state) {
     sthi_device_release(device);
 }
 
+/* What else the process has there may leave less than a model of a pipeline needs. Its step goes above the cap then. */
+static void a_model_whose_turn_it_is_exceeds_a_cap_that_was_found(void **state) {
+    (void)state;
+    for (uint64_t phase = 0; phase < 2; phase++) {
+        sth_device *device = open_device(1024 * KIB);
+        world a, b;
+        open_model(&b, device, "b", 6, 96);
+        assert_ok(step(&b));
+        open_model(&a, device, "a", 6, 96);
+        sth_lease lease;
+        assert_ok(sth_step_begin(a.runtime));
+        assert_ok(sth_unit_acquire(a.runtime, 2, 0, &lease)); /* its caller keeps it */
+        assert_ok(sth_step_end(a.runtime));
+        assert_ok(sth_runtime_lend(b.runtime, 1024 * KIB));
+        assert_int_equal(has(&b), 0);
+        sth_memory_reading none = reading_of(&b, 0);
+        sth_budget_verdict v;
+        none.phase = phase;
+        none.runs = true;
+        assert_ok(sth_runtime_find_budget(b.runtime, &none, 0, &v));
+        assert_int_equal(info_of(device).cap, info_of(device).occupied); /* nothing is left for it */
+        sth_status rc = step(&b);
+        if (phase) {
+            assert_ok(rc);
+            assert_true(has(&b) >= 16 * KIB && has(&b) <= 96 * KIB && has(&a) >= 16 * KIB);
+            assert_int_equal(info_of(device).occupied, has(&a) + has(&b));
+            assert_true(info_of(device).cap >= info_of(device).occupied);
+        } else {
+            assert_status(rc, STH_BUDGET_TOO_SMALL);
+        }
+        assert_true(world_right(&a, &lease));
+        sth_lease_release(a.runtime, &lease);
+        world_close(&a);
+        world_close(&b);
+        sthi_device_release(device);
+    }
+}
+
 /* ---- threads */
 
 enum { THREADS = 3, TURNS = 12, FIXED = 4 * 1024 };
@@ -942,6 +980,7 @@ int main(void) {
         cmocka_unit_test(a_runtime_that_cannot_be_sealed_occupies_nothing),
         cmocka_unit_test(reserved_bytes_wait_for_leases_that_other_threads_let_go),
         cmocka_unit_test(the_cap_is_below_the_memory_where_one_is_set),
+        cmocka_unit_test(a_model_whose_turn_it_is_exceeds_a_cap_that_was_found),
         cmocka_unit_test(a_thread_that_came_later_waits_until_the_first_has_ended),
         cmocka_unit_test(guests_of_several_threads_take_turns),
         cmocka_unit_test(random_schedules_hold_the_cap_and_every_promise),

@@ -42,9 +42,12 @@ class Offloaded(Owning):
         self.moved: dict[str, torch.nn.Module] = {}
 
     def shutdown(self) -> None:
-        """The pipeline's models are plain again, on the host. May be called again."""
+        """The pipeline's models are plain again, on the host, but for those that another offloaded pipeline has. May be
+        called again."""
         for runtime in self.runtimes.values():
-            runtime.shutdown()
+            runtime.pipelines.discard(self)
+            if not runtime.pipelines:
+                runtime.shutdown()
         for model in self.moved.values():
             model.to("cpu")
         self.moved.clear()
@@ -66,14 +69,15 @@ OF_ONE_MODEL = ("source", "map", "name")
 
 
 class _Part(LayerRuntime):
-    """A model of a pipeline. turns: of all its models."""
+    """A model of a pipeline. turns: of all its models. pipelines: those Offloaded that have it."""
 
     def __init__(self, model, turns: Turns, **options) -> None:
-        self._turns = turns
+        self.turns = turns
+        self.pipelines: set[Offloaded] = set()
         super().__init__(model, **options)
 
     def _find_with(self, nbytes: int) -> Finding:
-        return Finding(self._target, nbytes, self._turns)
+        return Finding(self._target, nbytes, self.turns)
 
 
 def _common_device(device, ceiling: int | None):
@@ -86,6 +90,20 @@ def _common_device(device, ceiling: int | None):
     name = devices.core_name(str(target.torch))
     del target  # else it would be a second Device of that card
     return Device(name)
+
+
+def _shared(models: dict, given: bool) -> dict[str, _Part]:
+    """Name -> runtime, of the models that another offloaded pipeline has. given: a cap or a device was."""
+    managed = {name: vars(model).get("_stagehand_layer_runtime") for name, model in models.items()}
+    found = {name: part for name, part in managed.items() if isinstance(part, _Part)}
+    names = ", ".join(found)
+    if found and given:
+        raise StagehandError(f"{names} of the pipeline: another offloaded pipeline has the same, and both work below "
+                             f"its cap on its device: leave vram_budget and device out", object=names)
+    if len({part.turns for part in found.values()}) > 1:
+        raise StagehandError(f"{names} of the pipeline belong to pipelines with a cap for each: offload one of those "
+                             f"first, and the others behind it without vram_budget", object=names)
+    return found
 
 
 def _others(core) -> int:
@@ -109,7 +127,8 @@ def offload(pipe: object, vram_budget: Size | None = None, *, device: DeviceLike
     vram_budget: what the pipeline may take on the device in all: weights, activations, latents. Bytes, or a size such
         as "12GB". What the process has there already comes on top. None: all that is free.
     device: as for `stagehand.layer`. A stagehand.Device keeps the cap that it was given, and other models on it count,
-        too.
+        too. Where the pipeline shares models with one that is offloaded, both work below the cap of that one, and
+        vram_budget and device are left out.
     options: of LayerRuntime, for each model: ram_budget, dtype, inference_mode, telemetry, pool, transfer.
     Raises TypeError where it is no pipeline, StagehandError where another offloading is on or a model is managed
     already, StagehandOOMError where the budget is too small for the weights of one of the models. The pipeline is then
@@ -125,13 +144,20 @@ def offload(pipe: object, vram_budget: Size | None = None, *, device: DeviceLike
         if others:
             raise StagehandError(f"{name} of the pipeline is offloaded already; call its remove_all_hooks() first"
                                  f"{others}", object=name)
-    common = _common_device(device, ceiling)
-    turns = Turns(None if ceiling is None else ceiling + _others(common))
+    shared = _shared(models, vram_budget is not None or device is not None)
+    if shared:
+        part = next(iter(shared.values()))
+        common, turns = part.session.target.core, part.turns
+    else:
+        common = _common_device(device, ceiling)
+        turns = Turns(None if ceiling is None else ceiling + _others(common), ceiling)
     offloaded = Offloaded()
     try:
         for name, model in models.items():
-            if discover_layers(model):
-                offloaded.runtimes[name] = _managed(name, model, turns, device=common, **options)
+            if name in shared or discover_layers(model):
+                part = shared.get(name) or _managed(name, model, turns, device=common, **options)
+                part.pipelines.add(offloaded)
+                offloaded.runtimes[name] = part
             else:
                 offloaded.moved[name] = model
         for model in offloaded.moved.values():

@@ -1,4 +1,5 @@
-"""A managed model, or a part of it, in another dtype: what .half(), .to(torch.bfloat16) and the like ask for.
+"""A managed model, or a part of it, in another dtype or memory format: what .half(), .to(torch.bfloat16),
+.to(memory_format=torch.channels_last) and the like ask for.
 
     close the session -> convert on the host, as torch does it -> open a session with the same options
 
@@ -24,6 +25,7 @@ from ..weights.saved import in_backward
 nn = torch.nn
 
 KEEPS, CONVERTS, ELSE = "keeps", "converts", "something else"
+LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 # ---------------------------------------------------------------------- what a function does
@@ -33,13 +35,25 @@ def _kind(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> tuple:
     return dtype or tensor.dtype, tensor.dim(), tensor.requires_grad
 
 
-def effect(fn, session, module: nn.Module) -> tuple[str, dict]:
+def _layout(fn, before: torch.Tensor, after: torch.Tensor) -> torch.memory_format | None:
+    """That `fn` asks for. None: strides of some other kind."""
+    last = LAYOUTS.get(before.dim())
+    if after.stride() != before.stride():
+        return last if last and after.is_contiguous(memory_format=last) else None
+    if last is None:
+        return torch.preserve_format
+    other = before.contiguous(memory_format=last)
+    return torch.preserve_format if fn(other).stride() == other.stride() else torch.contiguous_format
+
+
+def effect(fn, session, module: nn.Module) -> tuple[str, dict, dict]:
     """What `fn`, which torch would call for every tensor of the module, does to them: tried on small stand-ins,
     one of each kind. Tensors may go to the session's device.
 
-    Returns KEEPS, CONVERTS (to another dtype, and nothing beyond that) or ELSE, and kind -> dtype.
+    Returns KEEPS, CONVERTS (to another dtype or memory format, and nothing beyond that) or ELSE, kind -> dtype, and
+    number of dimensions -> memory format.
     """
-    dtypes, converts, device = {}, False, session.target.torch
+    dtypes, layouts, converts, device = {}, {}, False, session.target.torch
     tensors = [t for t in (*module.parameters(), *module.buffers()) if not t.is_quantized]
     kinds = {_kind(t, session.casts.seen_dtype(t)) for t in tensors}
     for kind in sorted(kinds, key=str):
@@ -47,20 +61,24 @@ def effect(fn, session, module: nn.Module) -> tuple[str, dict]:
         with torch.no_grad():
             before = copy.deepcopy(probe)
             after = fn(probe)
-        if not isinstance(after, torch.Tensor) or after.stride() != before.stride():
-            return ELSE, {}
+            layout = _layout(fn, before, after) if isinstance(after, torch.Tensor) else None
+        if layout is None:
+            return ELSE, {}, {}
         if after.device.type == "cpu" and after.is_shared() != before.is_shared():
-            return ELSE, {}
+            return ELSE, {}, {}
         if after.device not in (before.device, device) or _values(after) != _values(before.to(after.dtype)):
-            return ELSE, {}
+            return ELSE, {}, {}
         dtypes[kind] = after.dtype
+        if layout is not torch.preserve_format and not all(
+                t.is_contiguous(memory_format=layout) for t in tensors if t.dim() == probe.dim()):
+            layouts[probe.dim()] = layout
         if device.type != "cpu" and _moves_off(fn, before, device):
-            return ELSE, {}
-        if after.dtype != before.dtype:
+            return ELSE, {}, {}
+        if after.dtype != before.dtype or probe.dim() in layouts:
             converts = True
         elif after is not probe and after.device == before.device and not _is_to(fn, before):
-            return ELSE, {}
-    return (CONVERTS if converts else KEEPS), dtypes
+            return ELSE, {}, {}
+    return (CONVERTS if converts else KEEPS), dtypes, layouts
 
 
 class _Operators(TorchDispatchMode):
@@ -137,9 +155,9 @@ def _are_many(session) -> bool:
     return runtime.conversions > FEW
 
 
-def convert(session, module: nn.Module, dtypes: dict) -> bool:
-    """Gives the module's tensors the dtypes that `effect` found for their kinds. On failure the model is as it was,
-    managed. False: another thread has shut the runtime down, and nothing was done."""
+def convert(session, module: nn.Module, dtypes: dict, layouts: dict) -> bool:
+    """Gives the module's tensors the dtypes and memory formats that `effect` found for them. On failure the model is as
+    it was, managed. False: another thread has shut the runtime down, and nothing was done."""
     runtime = runtime_of(session.model)
     _refuse_inside(session.local.depth)  # before it waits for a shutdown that waits for this thread's pass
     with contextlib.nullcontext() if runtime is None else runtime._life, session.steps.pass_lock:
@@ -150,7 +168,7 @@ def convert(session, module: nn.Module, dtypes: dict) -> bool:
         with torch.inference_mode(False), torch.no_grad():
             was = _Was(module)
             try:
-                type(module)._apply(module, lambda tensor: _converted(tensor, dtypes))
+                type(module)._apply(module, lambda tensor: _converted(tensor, dtypes, layouts))
                 runtime._resume(dtype=None)
             except BaseException:
                 was.restore()
@@ -160,9 +178,10 @@ def convert(session, module: nn.Module, dtypes: dict) -> bool:
     return True
 
 
-def _converted(tensor: torch.Tensor, dtypes: dict) -> torch.Tensor:
+def _converted(tensor: torch.Tensor, dtypes: dict, layouts: dict) -> torch.Tensor:
     of_its_parameter = tensor.dtype, tensor.dim(), True  # a gradient is of no kind that was tried
-    return tensor.to(dtypes.get(_kind(tensor)) or dtypes.get(of_its_parameter, tensor.dtype))
+    dtype = dtypes.get(_kind(tensor)) or dtypes.get(of_its_parameter, tensor.dtype)
+    return tensor.to(dtype, memory_format=layouts.get(tensor.dim(), torch.preserve_format))
 
 
 def _refuse_inside(inside) -> None:

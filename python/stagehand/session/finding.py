@@ -40,12 +40,13 @@ class Turns:
     """Models that take turns on one device, as those of a pipeline do: each has budgets of its own, for what the rest
     of the process needs differs with the one that runs.
 
-    ceiling: bytes that the process may have of the device, None: all that is there. ran: the Finding of the model that
-    runs, or ran last.
+    ceiling: bytes that the process may have of the device, None: all that is there. own: of them, what the models may
+    have. ran: the Finding of the model that runs, or ran last.
     """
 
-    def __init__(self, ceiling: int | None = None) -> None:
+    def __init__(self, ceiling: int | None = None, own: int | None = None) -> None:
         self.ceiling = ceiling
+        self.own = own
         self.ran: Finding | None = None
         self._members = 0
 
@@ -92,6 +93,14 @@ class Finding:
         needs = min(needed, self.verdict["cap"])
         if needs > session.budget:
             session.budget = min(needs, max(session.budget, self.target.obtainable_bytes()))
+        if self.turns is not None:
+            session.budget = max(session.budget, self._least_in_turn())
+
+    def _least_in_turn(self) -> int:
+        """A model works with it, though what else the process has there now leaves less: its step goes above the cap
+        then. 0 where all that the models may have would not be enough."""
+        least = self.session.needs.smallest()
+        return least if self.turns.own is None or least <= self.turns.own else 0
 
     def renew(self) -> None:
         """What was seen so far does not count any more."""
@@ -117,7 +126,8 @@ class Finding:
         due, growth = self._pace.due(now, comes)
         if self.held or self.target.capturing() or not due:
             return
-        self._ask(session.budget, growth=growth, runs=True, runtime=session.core, spare=session.tables.spare)
+        self._ask(session.budget, growth=growth, runs=True, runtime=session.core, spare=session.tables.spare,
+                  least=self._least_to_return() if session.core.parked else 0)
         self._pace.looked(now)
         if self.verdict["budget"] != session.budget:
             self._change()
@@ -138,9 +148,13 @@ class Finding:
         if session is None:
             self._ask(0)
         elif session.core is not None and session.core.parked:
-            self._ask(0, least=session.core.smallest_budget() + (session.stay.reserved if session.stay.away else 0))
+            self._ask(0, least=self._least_to_return())
         else:
             self._ask(session.budget)
+
+    def _least_to_return(self) -> int:
+        """What a session without places needs, those of its weights that stay included."""
+        return self.session.core.smallest_budget() + (self.session.stay.reserved if self.session.stay.away else 0)
 
     def _ask(self, budget: int, **more) -> dict:
         self._reading = self.target.memory()

@@ -35,6 +35,10 @@ class Needs:
         """A budget that lets it work: with room for three of the largest unit at once, and for the rows of a layer."""
         return self._ask()["comfortable"] - self._tables.least_bytes + self._tables.layer_bytes()
 
+    def smallest(self) -> int:
+        """A smaller budget does not work."""
+        return self._ask()["smallest"]
+
     def settle(self) -> None:
         """Units are made, as the budget has room for them."""
         self._advice = self._ask()

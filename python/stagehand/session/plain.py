@@ -133,7 +133,7 @@ class RefusedInFiles(_Stand):
 
 class Applied(_Stand):
     """`_apply`, which .to(), .cuda(), .half() and the like call. What would change nothing passes, another dtype
-    is given, all else is refused."""
+    or memory format is given, all else is refused."""
 
     name = APPLY
 
@@ -144,15 +144,16 @@ class Applied(_Stand):
         if session.closed:
             return self.of_class(module)(fn, *args, **kwargs)
         with session.local.masters(), unseen():
-            does, dtypes = converting.effect(fn, session, module)
+            does, dtypes, layouts = converting.effect(fn, session, module)
         if does == converting.ELSE:
             raise StagehandError(
                 "this model is under stagehand: its weights stay on the host and are on "
                 f"{session.target.torch} when they are used, where its inputs belong. It can be converted to another "
-                "dtype; to move it or change it in another way, call shutdown() on its runtime first")
+                "dtype or memory format; to move it or change it in another way, call shutdown() on its runtime first")
         if does == converting.CONVERTS:
             with unseen():
-                done = converting.cast(session, module, fn, dtypes) or converting.convert(session, module, dtypes)
+                done = (not layouts and converting.cast(session, module, fn, dtypes)) or converting.convert(
+                    session, module, dtypes, layouts)
             if not done:
                 return self.of_class(module)(fn, *args, **kwargs)
         return module

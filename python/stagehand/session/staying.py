@@ -23,6 +23,7 @@ from . import optimizers
 from .plain import stands_for_copies
 
 
+WORTH_MOVING = 64  # of a budget, the part that models without places have beside them
 AGAIN = "with shutdown() of its runtime and the call that wrapped the model"
 
 
@@ -105,7 +106,7 @@ class Staying:
                 except StagehandOOMError as error:
                     if error.status != "BUDGET_TOO_SMALL":
                         raise
-                    if self.others_go_home():
+                    if self.others_go_home(needed=True):
                         continue
                     if not refused:
                         self._target.core.turn_begin()
@@ -159,9 +160,13 @@ class Staying:
                 self.come_back()
         return in_time
 
-    def others_go_home(self) -> bool:
-        """Whether one did."""
-        return sum(other.stay.go_home() for other in self._others()) > 0
+    def others_go_home(self, needed: bool = False) -> bool:
+        """Whether one did. Unless their room is needed they stay where all that they have is little: the device waits
+        while small tensors leave, and again when they return."""
+        others = [other for other in self._others() if not other.stay.away]
+        if not needed and WORTH_MOVING * sum(other.stay.reserved for other in others) < self._session.budget:
+            return False
+        return sum(other.stay.go_home() for other in others) > 0
 
     def go_home(self) -> bool:
         """Takes what is outside the places of a model that has parked to the host, if nobody needs it there. Called by

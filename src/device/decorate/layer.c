@@ -15,7 +15,7 @@
 #include "base/memory.h"
 
 static const sthi_decorator *const decorators[] = {
-    &sthi_check_decorator, &sthi_trace_decorator, &sthi_fault_decorator, &sthi_delay_decorator};
+    &sthi_check_decorator, &sthi_trace_decorator, &sthi_fault_decorator, &sthi_delay_decorator, &sthi_slow_decorator};
 static const uint32_t UNSHARED = STH_CAP_SHARED_EVENTS;
 enum { DECORATORS = sizeof decorators / sizeof *decorators, LONGEST = 1024 };
 
@@ -152,8 +152,8 @@ static sth_status find_decorator(const char *name, size_t length, const sthi_dec
             return STH_OK;
         }
     return sthi_fail(STH_INVALID_ARGUMENT, "stagehand", 0, name,
-                     "\"%.*s\" is no decorator; before a device may stand check, trace(file=PATH), fault(CALL=N) and "
-                     "delay, each with a \"+\" behind it",
+                     "\"%.*s\" is no decorator; before a device may stand check, trace(file=PATH), fault(CALL=N), "
+                     "slow and delay, each with a \"+\" behind it",
                      (int)length, name);
 }
 

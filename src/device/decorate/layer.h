@@ -5,7 +5,8 @@
  *   check.c    wrong use is an error that names the call and the object
  *   trace.c    a line of JSON for each call; replay.c makes the calls of such a file again
  *   fault.c    the n-th call of a kind fails
- *   delay.c    random waits before calls and on streams */
+ *   delay.c    random waits before calls and on streams
+ *   slow.c     a link of less than its rate */
 #ifndef STHI_LAYER_H
 #define STHI_LAYER_H
 #include <stdatomic.h>
@@ -40,7 +41,8 @@ struct sthi_layer {
     unsigned fork_depth;
 };
 
-extern const sthi_decorator sthi_check_decorator, sthi_trace_decorator, sthi_fault_decorator, sthi_delay_decorator;
+extern const sthi_decorator sthi_check_decorator, sthi_trace_decorator, sthi_fault_decorator, sthi_delay_decorator,
+    sthi_slow_decorator;
 
 /* Puts the decorators that `name` begins with before a device: *ops and *self become those of the outermost. On
  * failure they are what must be closed. A name without decorators changes nothing. */

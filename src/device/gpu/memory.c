@@ -133,6 +133,7 @@ sth_status sthi_gpu_host_register(sth_backend_device *device, void *p, uint64_t 
     gpu_result r = fault ? GPU_ERROR_OUT_OF_MEMORY : d->driver->host_register(p, bytes, flags);
     if (r != GPU_OK) {
         char what[128];
+        if (!fault) (void)d->driver->synchronize(); /* under WSL2 the next call tells of the refusal once more */
         snprintf(what, sizeof what, "%" PRIu64 " bytes of host memory at %p could not be pinned", bytes, p);
         return sthi_gpu_fail_as(
             pin_status(r), d->vendor, r, "pinned host memory", what,

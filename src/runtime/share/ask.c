@@ -72,7 +72,8 @@ sth_status sthi_request_room(sth_runtime *rt, uint64_t least, uint64_t want) {
             inside = false;
             continue;
         }
-        rc = no_room(rt, least);
+        sthi_account_exceed(a, &rt->share.member, least, rt->device->default_cap);
+        if (rt->share.member.charge + sthi_account_free(a) < least) rc = no_room(rt, least);
         break;
     }
     if (rc == STH_OK) (void)sthi_account_hold(a, &rt->share.member, want);

@@ -13,7 +13,10 @@ sth_status sthi_residency_set_cap(sth_device *device, uint64_t bytes) {
     uint64_t cap = bytes ? bytes : device->default_cap;
     sthi_lock(&device->account_lock);
     uint64_t charge = device->account.charge;
-    if (cap >= charge) device->account.cap = cap;
+    if (cap >= charge) {
+        device->account.cap = cap;
+        device->account.soft = false;
+    }
     sthi_cond_broadcast(&device->account_changed);
     sthi_unlock(&device->account_lock);
     if (cap >= charge) return STH_OK;
@@ -68,7 +71,10 @@ void sthi_residency_find_budget(sth_device *device, const sth_memory_reading *gi
     if (reading->phase && reading->runs) device->ran = mine;
     if (turn) out->reset_peak = true;
     /* What is occupied above the cap goes when whoever has it plans for less. */
-    if (!reading->limit) a->cap = sthi_max_u64(sthi_min_u64(out->cap, device->default_cap), a->charge);
+    if (!reading->limit) {
+        a->cap = sthi_max_u64(sthi_min_u64(out->cap, device->default_cap), a->charge);
+        a->soft = reading->phase > 0;
+    }
     sthi_cond_broadcast(&device->account_changed);
     sthi_unlock(&device->account_lock);
 }
@@ -84,7 +90,7 @@ void sthi_runtime_find_budget(sth_runtime *rt, const sth_memory_reading *reading
     sthi_residency_find_budget(rt->device, reading, out);
     sthi_lock(&rt->lock);
     /* The smallest budget takes a look at all uses: it is asked for only where it may count. */
-    uint64_t least = out->budget < reading->budget ? least_of(rt, spare) : 0;
+    uint64_t least = out->budget < reading->budget ? sthi_max_u64(least_of(rt, spare), reading->least) : 0;
     sthi_finder_settle(reading, least, rt->leases.bytes > 0, out);
     sthi_unlock(&rt->lock);
 }

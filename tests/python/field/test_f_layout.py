@@ -219,18 +219,39 @@ def test_own_layers_of_very_different_sizes():
         same_weights(model, ref)
 
 
-@pytest.mark.parametrize("move", [lambda n: n.to(memory_format=torch.channels_last), lambda n: n.requires_grad_(True)])
+def rounded(net):
+    return net.to(torch.bfloat16, memory_format=torch.channels_last).float()
+
+
+@pytest.mark.parametrize("move", [lambda n: n.to(memory_format=torch.channels_last), lambda n: n.requires_grad_(True),
+                                  rounded])
 def test_own_layouts_that_are_asked_for_after_wrapping(move):
-    """Another memory format would be another image: refused by name, or nothing changes."""
+    """And the other one again. What has that layout already is left alone."""
     def convs():
         return Row([nn.Conv2d(16, 16, 3, padding=1) for _ in range(5)], 1, 16, 6, 6)
 
     model, ref = pair(convs, frozen=True, budget=lambda m: 3 * s.nbytes(m.blocks[0]))
-    agree(model, ref, 2)
-    results = both(model, ref, lambda net: move(net))
-    if isinstance(results[0], Exception):
-        assert isinstance(results[0], stagehand.StagehandError) and "under stagehand" in str(results[0])
-        ref = s.aligned_copy(s.made(convs))
+    for change in (lambda n: n, move, move, lambda n: n.to(memory_format=torch.contiguous_format), move):
+        before = [p.data_ptr() for p in model.parameters()], [p.stride() for p in model.parameters()]
+        both(model, ref, change)
+        ref = s.aligned_copy(ref)
+        agree(model, ref, 2)
+        now = [p.data_ptr() for p in model.parameters()], [p.stride() for p in model.parameters()]
+        assert now[1] == [p.stride() for p in ref.parameters()]
+        assert now[0] == before[0] or now[1] != before[1] or change is rounded
+    assert s.runtime(model).stats["h2d_bytes"] > 0
+
+
+def test_own_another_layout_of_files_is_refused_by_name(tmp_path):
+    import file_support as f
+
+    model = s.made(lambda: Row([nn.Conv2d(16, 16, 3, padding=1) for _ in range(5)], 1, 16, 6, 6))
+    ref = s.aligned_copy(model)
+    f.save(tmp_path / "model.safetensors", model.state_dict())
+    budget = 3 * s.nbytes(model.blocks[0])
+    stagehand.layer(model, vram_budget=budget, device=s.device(budget), source=tmp_path / "model.safetensors")
+    with pytest.raises(stagehand.StagehandError, match="stream from files"):
+        model.to(memory_format=torch.channels_last)
     agree(model, ref, 2)
 
 

@@ -365,25 +365,12 @@ def test_240_a_pipelines_switches_callbacks_and_dtypes(kind, ending):
         assert s.same(way(pipe, kind), way(plain, kind)), way
 
 
-def lora_for(pipe, kind, seed):
-    """A LoRA of the part that denoises, as a file would hold it."""
-    import peft
-
-    name = "unet" if hasattr(pipe, "unet") else "transformer"
-    net = getattr(hosts.made(kind), name)
-    net.add_adapter(peft.LoraConfig(r=4, lora_alpha=4, target_modules=["to_q", "to_v", "to_out.0"]))
-    torch.manual_seed(seed)
-    state = peft.utils.get_peft_model_state_dict(net)
-    return {f"{name}.{key}": torch.randn_like(value) * 0.1 for key, value in state.items()}, name
-
-
 @pytest.mark.parametrize("kind", ["flux"])
 def test_240_adapters_of_a_pipeline_come_blend_fuse_and_go(kind, ending, tmp_path):
     need("diffusers", "transformers", "peft")
     pipe, plain, runtimes = hosts.pair(kind, spare=300_000)
     ending.extend(runtimes.values())
-    files = [lora_for(plain, kind, seed) for seed in (1, 2)]
-    name, pictures = files[0][1], []
+    files, name, pictures = [hosts.lora(kind, seed) for seed in (1, 2)], hosts.denoiser_of(plain), []
 
     def both(do):
         for one in (pipe, plain):
@@ -392,8 +379,8 @@ def test_240_adapters_of_a_pipeline_come_blend_fuse_and_go(kind, ending, tmp_pat
         assert s.same(pictures[-1], hosts.called(plain, kind)), len(pictures)
 
     both(lambda one: None)
-    both(lambda one: one.load_lora_weights(dict(files[0][0]), adapter_name="a"))
-    both(lambda one: one.load_lora_weights(dict(files[1][0]), adapter_name="b"))
+    both(lambda one: one.load_lora_weights(dict(files[0]), adapter_name="a"))
+    both(lambda one: one.load_lora_weights(dict(files[1]), adapter_name="b"))
     both(lambda one: one.set_adapters(["a", "b"], [0.3, 0.8]))
     assert len({picture.sum().item() for picture in pictures}) == 4
     both(lambda one: one.fuse_lora(components=[name]))

@@ -132,20 +132,9 @@ def test_240_callbacks_of_steps_and_a_stop_in_the_middle():
         assert s.same(hosts.called(pipe, "flux"), hosts.called(plain, "flux"))
 
 
-def lora_of(kind, seed):
-    """As a file would hold it."""
-    import peft
-
-    net = hosts.made(kind).transformer
-    net.add_adapter(peft.LoraConfig(r=4, lora_alpha=4, target_modules=["to_q", "to_v", "to_out.0"]))
-    torch.manual_seed(seed)
-    state = peft.utils.get_peft_model_state_dict(net)
-    return {f"transformer.{key}": torch.randn_like(value) * 0.1 for key, value in state.items()}
-
-
 def test_240_adapters_of_an_offloaded_pipeline_come_switch_fuse_and_go():
     pytest.importorskip("peft", reason="peft is not installed")
-    files, pictures = [lora_of("flux", seed) for seed in (1, 2)], []
+    files, pictures = [hosts.lora("flux", seed) for seed in (1, 2)], []
     with offloaded_pair("flux", spare=300_000) as (pipe, plain):
 
         def both(do):
@@ -176,6 +165,7 @@ def ip_adapter(pipe):
     from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
 
     torch.manual_seed(3)
+    across = pipe.unet.config.cross_attention_dim
     pipe.register_modules(
         image_encoder=CLIPVisionModelWithProjection(CLIPVisionConfig(
             hidden_size=32, intermediate_size=37, num_hidden_layers=2, num_attention_heads=4, projection_dim=32,
@@ -184,12 +174,12 @@ def ip_adapter(pipe):
     state, number = {}, 1
     for name in pipe.unet.attn_processors:
         if "attn2" in name:
-            width = IPAdapterAttnProcessor2_0(hidden_size=_width(pipe.unet, name), cross_attention_dim=32)
+            width = IPAdapterAttnProcessor2_0(hidden_size=_width(pipe.unet, name), cross_attention_dim=across)
             for key in ("to_k_ip", "to_v_ip"):
                 state[f"{number}.{key}.weight"] = getattr(width, key)[0].weight.detach()
             number += 2
-    projection = {"proj.weight": torch.randn(4 * 32, 32) * 0.1, "proj.bias": torch.zeros(4 * 32),
-                  "norm.weight": torch.ones(32), "norm.bias": torch.zeros(32)}
+    projection = {"proj.weight": torch.randn(4 * across, 32) * 0.1, "proj.bias": torch.zeros(4 * across),
+                  "norm.weight": torch.ones(across), "norm.bias": torch.zeros(across)}
     pipe.unet._load_ip_adapter_weights([{"image_proj": projection, "ip_adapter": state}])
     pipe.set_ip_adapter_scale(0.7)
 
