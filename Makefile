@@ -1,9 +1,9 @@
-# Targets: setup build run test test-full test-torch test-hosts test-peers docs bench bench-cpu wheel clean. Each makes what it
-# needs first; see CONTRIBUTING.md.
+# Targets: setup build run test test-full test-torch test-hosts test-peers docs bench bench-cpu wheel release clean. Each
+# makes what it needs first; see CONTRIBUTING.md.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: setup build run test test-full test-torch test-hosts test-peers docs bench bench-cpu wheel clean
+.PHONY: setup build run test test-full test-torch test-hosts test-peers docs bench bench-cpu wheel release clean
 
 STAMPS := build/.stamps
 VENV := .venv/bin
@@ -82,6 +82,11 @@ bench: build
 
 wheel: $(STAMPS)/setup
 	@tools/wheel.sh
+
+# What is published: the source distribution of HEAD, a wheel for glibc 2.28 and newer, their checksums.
+release: $(STAMPS)/setup
+	@tools/setup.sh ziglang
+	@tools/release.sh
 
 clean:
 	rm -rf build dist
