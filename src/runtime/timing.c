@@ -102,13 +102,15 @@ static bool may_be_light(const sth_runtime *rt) {
 }
 
 void sthi_timing_begin(sth_runtime *rt) {
-    if (rt->timing.now) { /* copies that were issued since the last step ended are in it */
-        rt->timing.now->epoch = rt->order.epoch;
-        if (sthi_timeline_on()) sthi_trace_prepare(rt, rt->timing.now);
+    sthi_timed_step *t = rt->timing.now;
+    if (t) { /* copies that were issued since the last step ended are in it */
+        t->epoch = rt->order.epoch;
+        t->light = t->light && !sthi_timeline_on(); /* a recording may have begun since */
+        if (sthi_timeline_on()) sthi_trace_prepare(rt, t);
         return;
     }
     if (rt->timing.tail - rt->timing.head == STHI_TIMED_STEPS) return;
-    sthi_timed_step *t = &rt->timing.steps[rt->timing.tail % STHI_TIMED_STEPS];
+    t = &rt->timing.steps[rt->timing.tail % STHI_TIMED_STEPS];
     t->uses = t->copies = t->turns = 0;
     t->copied_bytes = 0;
     t->copy_open = t->waiting = t->ended = false;

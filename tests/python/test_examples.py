@@ -60,7 +60,7 @@ def test_four_models_of_which_one_does_not_fit():
     assert done.status == 1 and "smallest budget that can work" in done.stderr
 
 
-@pytest.mark.parametrize("words", [[], ["--recompute", "--cap", "8MB"]])
+@pytest.mark.parametrize("words", [[], ["--recompute", "--cap", "6MB"]])
 def test_a_video_model_trains_below_a_cap(words):
     pytest.importorskip("peft")
     if not hasattr(pytest.importorskip("diffusers"), "LTX2VideoTransformer3DModel"):

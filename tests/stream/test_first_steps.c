@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/memory.h"
 #include "runtime/check.h"
@@ -14,6 +15,7 @@
 #include "runtime/runtime.h"
 #include "runtime/step_calls.h"
 #include "runtime/timing.h"
+#include "stagehand/timeline.h"
 #include "state/state.h"
 #include "stream/world.h"
 #include "support/check.h"
@@ -415,9 +417,36 @@ static void test_light_steps(void **state) {
     close_rig(&r);
 }
 
+/* A recording may begin between two steps: the next one is in it, though it was to be a light one. */
+static void test_a_recording_has_its_first_step(void **state) {
+    (void)state;
+    static shape s;
+    rig r;
+    char path[64];
+    snprintf(path, sizeof path, "/tmp/sth-first-step-%d.json", (int)getpid());
+    (void)unlink(path);
+    s = (shape){0};
+    llama_decode(&s, 180);
+    open_rig(&r, &s, 12e9);
+    r.w.runtime->timing.thrifty = true;
+    for (int i = 0; i < 4 * STEPS && !(r.w.runtime->timing.now && r.w.runtime->timing.now->light); i++) step(&r);
+    assert_true(r.w.runtime->timing.now->light);
+    sth_timeline_options options;
+    sth_timeline_options_init(&options);
+    options.path = path;
+    assert_ok(sth_timeline_begin(&options));
+    step(&r);
+    assert_int_equal(timed_last(&r)->uses, s.uses);
+    assert_ok(sth_runtime_flush_telemetry(r.w.runtime));
+    assert_ok(sth_timeline_end(NULL));
+    assert_int_equal(unlink(path), 0);
+    close_rig(&r);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_light_steps),
+        cmocka_unit_test(test_a_recording_has_its_first_step),
         cmocka_unit_test(test_a_diffusion_transformer), cmocka_unit_test(test_a_decoder), cmocka_unit_test(test_a_unet),
         cmocka_unit_test(test_adapters_with_recomputation), cmocka_unit_test(test_another_budget),
         cmocka_unit_test(test_another_input_length)};

@@ -96,6 +96,10 @@ def test_224_what_weights_have_pinned_counts_against_the_cap(caplog):
     run(model).shutdown()
 
 
+def pinned(models) -> int:
+    return sum(run(model).stats["ram_pinned_bytes"] for model in models)
+
+
 def test_224_pinned_memory_in_which_files_are_kept_counts_and_a_shared_pool_once(tmp_path):
     from safetensors.torch import save_file
 
@@ -113,8 +117,11 @@ def test_224_pinned_memory_in_which_files_are_kept_counts_and_a_shared_pool_once
     runtime = conductor(pinned_cap_mb=64)
     for model in models:
         runtime.attach(model)
-    kept = sum(run(model).stats["ram_pinned_bytes"] for model in models)
-    assert runtime.budget.headroom("PINNED") == 64 * MIB - kept - shared
+    kept, before = pinned(models), None
+    while kept != before:  # readers may keep more meanwhile
+        before, left = kept, runtime.budget.headroom("PINNED")
+        kept = pinned(models)
+    assert left == 64 * MIB - kept - shared
     runtime.shutdown()
     for model in models:
         run(model).shutdown()
