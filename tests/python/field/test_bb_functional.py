@@ -254,6 +254,18 @@ def test_214_block_mode_that_has_not_opened_runs_exchanged_weights_plainly():
         assert runtime.session is not None
 
 
+def test_214_block_mode_does_not_open_inside_a_call_that_is_plain():
+    """Also where one weight is exchanged, and parts that come before and behind it have all of theirs."""
+    net, ref = made("raw", False)
+    with managed("block", net, 4 * s.nbytes(net)) as runtime:
+        for name, value in list(ref.named_parameters()):
+            given = {name: value.detach() * 2}
+            assert s.same(func.functional_call(net, given, (X,)), func.functional_call(ref, given, (X,))), name
+            assert runtime.session is None, name
+        agrees(net, ref, "grad")
+        assert runtime.session is not None
+
+
 def test_214_linearize_is_refused_with_what_to_use():
     net, ref = made("dtype", True)
     p.managed(net, 4 * s.nbytes(net))
