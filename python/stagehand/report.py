@@ -37,6 +37,7 @@ def runtime_stats(session) -> dict:
         stats["last_step"] = session.core.metrics(0)
         arenas = session.arenas()
         stats["host_bytes"] = sum(arena.bytes for arena in arenas)
+        stats["host_found_bytes"] = sum(arena.found_bytes for arena in arenas)
         stats["pinned_bytes"] = (sum(arena.pinned_bytes for arena in arenas) + stats["staging_bytes"]
                                  + stats["ram_pinned_bytes"])
         stats["quantised"] = session.quantised.report(session)

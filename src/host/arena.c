@@ -7,6 +7,9 @@
  * made with; reservations that do not fit into that lie in pageable windows. Where the device refused a window and
  * would refuse SLAB_ROOM as well, the last window that it took is given back when the arena is finished: the slabs
  * that pageable windows are copied through must be pinned (WSL2 pins 0.5 to 1 GiB, whatever a model takes).
+ * An arena in common has its pages in a file (common.h): `base` is the image there, and the addresses that callers get
+ * are those of a view of it, at the same offsets. A reservation has whole pages, and is filled before another one
+ * begins: a window is registered with the pages that it ends up with.
  * Two kinds of references: owners hold all of it, ranges hold the window that they lie in. Behind the last owner
  * a window's memory goes with its last range, so that a model which moves on to another arena takes the host memory
  * of one copy. Address space goes with the last reference of both kinds.
@@ -25,6 +28,7 @@
 #include "base/thread.h"
 #include "device/device.h"
 #include "device/pinning.h"
+#include "host/common.h"
 
 enum { WINDOW_BYTES = 256 << 20, WRITE_SLICE = 4 << 20, MAX_WRITERS = 8, MAX_REGISTRARS = 4 };
 enum { SLAB_ROOM = 128 << 20 };
@@ -51,8 +55,9 @@ typedef struct window {
 
 struct sth_arena {
     sth_device *device;
-    uint8_t *base;
-    uint64_t mapped, used, reserved, pinned;
+    sthi_common *common; /* NULL: the pages are this process's own */
+    uint8_t *base, *view; /* view: the same as base, but in common */
+    uint64_t mapped, used, reserved, pinned, found;
     uint64_t pin_left; /* of closed windows; the open one takes its pages when it closes */
     uint32_t switches;
     atomic_uint_fast64_t refs; /* owners and ranges */
@@ -118,9 +123,26 @@ sth_status sthi_arena_create(sth_device *device, uint64_t capacity, sth_arena **
     return sthi_arena_create_bounded(device, capacity, UINT64_MAX, out);
 }
 
-sth_status sthi_arena_create_bounded(sth_device *device, uint64_t capacity, uint64_t pinned, sth_arena **out) {
+static bool map_pages(sth_arena *a, uint64_t bytes, uint32_t in_common) {
+    if (in_common) {
+        a->common = sthi_common_create(bytes, in_common);
+        a->base = a->common ? sthi_common_image(a->common) : NULL;
+        a->view = a->common ? sthi_common_view(a->common) : NULL;
+    } else {
+        a->base = a->view = sthi_pages_map(bytes, 1);
+    }
+    return a->base != NULL;
+}
+
+static void unmap_pages(sth_arena *a) {
+    if (a->common) sthi_common_destroy(a->common);
+    else sthi_pages_unmap(a->base, a->mapped);
+}
+
+/* in_common: the reservations that others may hold, too; 0: none. */
+static sth_status create(sth_device *device, uint64_t capacity, uint64_t pinned, uint32_t in_common, sth_arena **out) {
     uint64_t page = sthi_page_size(), windows = capacity / WINDOW_BYTES + 2 + MAX_SWITCHES, bytes = 0;
-    if (capacity > CAPACITY_MOST || !sthi_add_u64(capacity, windows * page * 2, &bytes) ||
+    if (capacity > CAPACITY_MOST || !sthi_add_u64(capacity, (windows * 2 + in_common) * page, &bytes) ||
         !sthi_round_up(bytes, page, &bytes))
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "arena", "an arena of %llu bytes is too large",
                          (unsigned long long)capacity);
@@ -128,17 +150,18 @@ sth_status sthi_arena_create_bounded(sth_device *device, uint64_t capacity, uint
     if (!a) return sthi_no_memory("arena", "an arena's record");
     /* A reservation longer than a window opens one of its own, so twice the count is enough. */
     a->window_cap = (uint32_t)(2 * windows + 2);
-    a->base = sthi_pages_map(bytes, 1); /* first: it refuses sizes whose list of windows would be large, too */
-    a->windows = a->base ? sthi_zalloc(a->window_cap, sizeof *a->windows) : NULL;
-    if (!a->windows || !a->base) {
-        sthi_pages_unmap(a->base, bytes);
-        sthi_free(a->windows);
+    a->mapped = bytes;
+    bool mapped = map_pages(a, bytes, in_common); /* first: it refuses sizes whose windows would be many, too */
+    a->windows = mapped ? sthi_zalloc(a->window_cap, sizeof *a->windows) : NULL;
+    if (!a->windows) {
+        unmap_pages(a);
         sthi_free(a);
+        if (in_common && !mapped)
+            return sthi_fail(STH_UNSUPPORTED, NULL, 0, "arena", "this system has no memory for processes to share");
         return sthi_no_memory("arena", "%llu bytes of weights", (unsigned long long)bytes);
     }
     sthi_device_retain(device);
     a->device = device;
-    a->mapped = bytes;
     a->pin_left = pinned;
     atomic_init(&a->refs, 1);
     a->owners = 1;
@@ -149,6 +172,16 @@ sth_status sthi_arena_create_bounded(sth_device *device, uint64_t capacity, uint
         strncpy(a->pin_error, "the device does not pin host memory", sizeof a->pin_error - 1);
     *out = a;
     return STH_OK;
+}
+
+sth_status sthi_arena_create_bounded(sth_device *device, uint64_t capacity, uint64_t pinned, sth_arena **out) {
+    return create(device, capacity, pinned, 0, out);
+}
+
+sth_status sthi_arena_create_common(sth_device *device, uint64_t capacity, uint64_t pinned, uint32_t most,
+                                    sth_arena **out) {
+    if (!most) return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "most", "an arena in common of no reservations");
+    return create(device, capacity, pinned, most, out);
 }
 
 sth_status sthi_arena_create_pageable(sth_device *device, uint64_t capacity, sth_arena **out) {
@@ -170,7 +203,7 @@ static void stop_registrars(sth_arena *a) {
 }
 
 static void destroy(sth_arena *a) {
-    sthi_pages_unmap(a->base, a->mapped);
+    unmap_pages(a);
     sthi_cond_fini(&a->changed);
     sthi_mutex_fini(&a->lock);
     sthi_device_release(a->device);
@@ -194,7 +227,9 @@ static void empty_window(sth_arena *a, window *w) {
     uint64_t end = 0;
     sthi_round_up(w->end, sthi_page_size(), &end);
     if (pinned) sthi_unpin(a->device, a->base + w->begin, end - w->begin);
+    if (a->common) sthi_common_drop(a->common, w->begin, w->end);
     sthi_pages_discard(a->base + w->begin, end - w->begin);
+    if (a->common) sthi_pages_discard(a->view + w->begin, end - w->begin);
 }
 
 void sthi_arena_retain(sth_arena *a) {
@@ -222,11 +257,18 @@ void sthi_arena_release(sth_arena *a) {
     drop_reference(a);
 }
 
+/* Where an address lies, in the image or in the view of it; UINT64_MAX: in neither. */
+static uint64_t offset_of(const sth_arena *a, const void *address) {
+    uint64_t at = (uintptr_t)address - (uintptr_t)a->view;
+    if (at >= a->mapped) at = (uintptr_t)address - (uintptr_t)a->base;
+    return at < a->mapped ? at : UINT64_MAX;
+}
+
 /* The window of an address that was reserved. */
 static window *window_at(sth_arena *a, const void *address) {
-    uint64_t at = (uint64_t)((const uint8_t *)address - a->base);
+    uint64_t at = offset_of(a, address);
     uint32_t i = a->window_count;
-    STHI_INVARIANT((const uint8_t *)address >= a->base && i);
+    STHI_INVARIANT(at < a->mapped && i);
     while (--i && a->windows[i].begin > at) continue;
     return &a->windows[i];
 }
@@ -301,9 +343,9 @@ static window *open_window(sth_arena *a, uint64_t begin, uint64_t need) {
     return w;
 }
 
-sth_status sthi_arena_reserve(sth_arena *a, uint64_t bytes, void **out) {
+static sth_status reserve(sth_arena *a, uint64_t bytes, void **out) {
     uint64_t need = 0, page = sthi_page_size();
-    if (!sthi_round_up(bytes, STHI_ALIGN, &need))
+    if (!sthi_round_up(bytes, a->common ? page : STHI_ALIGN, &need))
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "arena", "a reservation of %llu bytes is too large",
                          (unsigned long long)bytes);
     sthi_lock(&a->lock);
@@ -325,8 +367,14 @@ sth_status sthi_arena_reserve(sth_arena *a, uint64_t bytes, void **out) {
     w->end = a->used = begin + need;
     a->reserved += need;
     sthi_unlock(&a->lock);
-    *out = a->base + begin;
+    *out = a->view + begin;
     return STH_OK;
+}
+
+sth_status sthi_arena_reserve(sth_arena *a, uint64_t bytes, void **out) {
+    if (a->common)
+        return sthi_fail(STH_INVALID_STATE, NULL, 0, "arena", "what an arena in common takes is placed with its bytes");
+    return reserve(a, bytes, out);
 }
 
 typedef struct write_job {
@@ -345,10 +393,7 @@ static void *write_slices(void *arg) {
     }
 }
 
-sth_status sthi_arena_write(sth_arena *a, void *dst, const void *src, uint64_t bytes) {
-    uint64_t at = (uint64_t)((uint8_t *)dst - a->base);
-    if ((uint8_t *)dst < a->base || !sthi_range_inside(at, bytes, a->used))
-        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "arena", "write outside the reserved part");
+static void write_bytes(uint8_t *dst, const void *src, uint64_t bytes) {
     write_job job = {.dst = dst, .src = src, .bytes = bytes};
     atomic_init(&job.next, 0);
     sthi_thread helpers[MAX_WRITERS];
@@ -360,7 +405,70 @@ sth_status sthi_arena_write(sth_arena *a, void *dst, const void *src, uint64_t b
         started++;
     write_slices(&job);
     for (int i = 0; i < started; i++) sthi_thread_join(helpers[i]);
+}
+
+sth_status sthi_arena_write(sth_arena *a, void *dst, const void *src, uint64_t bytes) {
+    if (!sthi_range_inside(offset_of(a, dst), bytes, a->used))
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "arena", "write outside the reserved part");
+    if (a->common)
+        return sthi_fail(STH_INVALID_STATE, NULL, 0, "arena", "devices of other processes may read what is in common");
+    write_bytes(dst, src, bytes);
     return STH_OK;
+}
+
+static sth_status check_parts(const sth_arena *a, uint64_t bytes, const sth_arena_part *parts, uint32_t count) {
+    if (!a->common || !sthi_common_left(a->common))
+        return sthi_fail(STH_INVALID_STATE, NULL, 0, "arena", "an arena that has no room in common for one more");
+    for (uint32_t i = 0; i < count; i++)
+        if (!sthi_range_inside(parts[i].offset, parts[i].bytes, bytes))
+            return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, "parts", "a part lies outside its %llu bytes",
+                             (unsigned long long)bytes);
+    return STH_OK;
+}
+
+/* Copies the parts to where they go. *out_print is of what lies there then: the sources may be written meanwhile, and
+ * others take the weights by it. */
+static sth_status write_parts(uint8_t *to, uint64_t bytes, const sth_arena_part *parts, uint32_t count,
+                              uint64_t out_print[2]) {
+    sth_arena_part *written = sthi_alloc((count + 1) * sizeof *written);
+    if (!written) return sthi_no_memory("arena", "the places of %u weights", count);
+    for (uint32_t i = 0; i < count; i++) {
+        write_bytes(to + parts[i].offset, parts[i].source, parts[i].bytes);
+        written[i] = (sth_arena_part){parts[i].offset, to + parts[i].offset, parts[i].bytes};
+    }
+    sth_status rc = sthi_common_print(written, count, bytes, out_print);
+    sthi_free(written);
+    return rc;
+}
+
+sth_status sthi_arena_place(sth_arena *a, uint64_t bytes, const sth_arena_part *parts, uint32_t count,
+                            const uint64_t print[2], void **out) {
+    uint64_t sum[2] = {0, 0};
+    void *address = NULL;
+    bool found = false;
+    STHI_TRY(check_parts(a, bytes, parts, count));
+    if (print) memcpy(sum, print, sizeof sum);
+    else STHI_TRY(sthi_common_print(parts, count, bytes, sum));
+    STHI_TRY(reserve(a, bytes, &address));
+    uint64_t at = offset_of(a, address);
+    sthi_common_begin(a->common);
+    STHI_TRY(sthi_common_find(a->common, sum, at, pages_of(bytes), &found));
+    if (!found) {
+        STHI_TRY(write_parts(a->base + at, bytes, parts, count, sum));
+        sthi_common_publish(a->common, sum);
+    }
+    sthi_lock(&a->lock);
+    if (found) a->found += pages_of(bytes);
+    sthi_unlock(&a->lock);
+    *out = address;
+    return STH_OK;
+}
+
+void sthi_arena_leave(sth_arena *a, const void *address, uint64_t bytes) {
+    uint64_t at = offset_of(a, address);
+    if (!a->common || !sthi_range_inside(at, bytes, a->used)) return;
+    sthi_common_drop(a->common, at, at + bytes);
+    sthi_pages_discard(a->view + at, pages_of(bytes));
 }
 
 void sthi_arena_pin_rest(sth_arena *a) {
@@ -400,6 +508,7 @@ sth_status sthi_arena_finish(sth_arena *a) {
     sthi_lock(&a->lock);
     close_window(a);
     sthi_unlock(&a->lock);
+    if (a->common) sthi_common_end(a->common);
     stop_registrars(a); /* they empty the queue before they stop */
     leave_room_for_slabs(a);
     return STH_OK;
@@ -430,8 +539,7 @@ const char *sthi_arena_pin_error(const sth_arena *a) {
 
 /* A copy of the window that holds [host, host+bytes). */
 static bool window_of(const sth_arena *a, const void *host, uint64_t bytes, window *out) {
-    if ((const uint8_t *)host < a->base) return false;
-    uint64_t at = (uint64_t)((const uint8_t *)host - a->base);
+    uint64_t at = offset_of(a, host);
     bool found = false;
     sthi_lock(lock_of(a));
     for (uint32_t i = 0; i < a->window_count && !found; i++) {
@@ -450,5 +558,17 @@ bool sthi_arena_is_pinned(const sth_arena *a, const void *host, uint64_t bytes) 
 sth_devptr sthi_arena_device_alias(const sth_arena *a, const void *host) {
     window w;
     if (!window_of(a, host, 1, &w) || w.state != WINDOW_PINNED || !w.alias) return 0;
-    return w.alias + ((uint64_t)((const uint8_t *)host - a->base) - w.begin);
+    return w.alias + (offset_of(a, host) - w.begin);
+}
+
+const void *sthi_arena_image(const sth_arena *a, const void *address) {
+    uint64_t at = offset_of(a, address);
+    return at < a->mapped ? a->base + at : NULL;
+}
+
+uint64_t sthi_arena_found_bytes(const sth_arena *a) {
+    sthi_lock(lock_of(a));
+    uint64_t n = a->found;
+    sthi_unlock(lock_of(a));
+    return n;
 }

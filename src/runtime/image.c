@@ -67,7 +67,8 @@ static sth_arena *take_image(sthi_unit *u, const void *host, sth_arena *arena) {
     sth_arena *old = u->arena;
     if (arena) sthi_arena_retain(arena);
     u->arena = arena;
-    u->host = host;
+    const void *image = arena ? sthi_arena_image(arena, host) : NULL;
+    u->host = image ? image : host;
     u->direct = arena && sthi_arena_is_pinned(arena, host, u->bytes);
     return old;
 }

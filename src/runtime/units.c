@@ -95,6 +95,8 @@ static sth_status add_unit(sth_runtime *rt, const sth_unit_desc *d, uint32_t *ou
     if (d->arena) {
         sthi_arena_retain(d->arena);
         u.arena = d->arena;
+        const void *image = sthi_arena_image(d->arena, u.host);
+        if (image) u.host = image;
     }
     *out = rt->unit_count;
     rt->planned.all_bytes += u.bytes;

@@ -34,6 +34,11 @@ static void on_arena(calls *c, calls_arena *a) {
         (void)sth_arena_bytes(calls_or_null(c, a->arena));
         (void)sth_arena_pinned_bytes(calls_or_null(c, a->arena));
         CHECK(sth_arena_pin_error(calls_or_null(c, a->arena)));
+        CHECK(sth_arena_found_bytes(a->arena) == 0); /* none of them is in common */
+        CHECK(sth_arena_place(a->arena, 1, NULL, 1, NULL, &at) != STH_OK && at == (void *)a);
+        CHECK(sth_arena_place(a->arena, bytes, NULL, 0, NULL, &at) != STH_OK && at == (void *)a);
+        if (a->count) CHECK(sth_arena_image(a->arena, a->at[0]) == a->at[0]);
+        sth_arena_leave(a->arena, a->count ? a->at[0] : NULL, bytes);
         (void)sth_arena_device_alias(calls_or_null(c, a->arena), a->count ? a->at[0] : calls_memory);
         break;
     case 3:

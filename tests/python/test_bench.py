@@ -272,6 +272,16 @@ def test_real_models(case, monkeypatch, tmp_path, capsys):
     assert out.read_text() == lines  # nothing was run again
 
 
+@pytest.mark.skipif(not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
+                    reason="this PyTorch has no gloo")
+def test_ranks_are_compared_with_one_process(monkeypatch, capsys, tmp_path):
+    out = tmp_path / "out.json"
+    status = script("ranks", monkeypatch, "--device", "sim", "--layers", "3", "--hidden", "256", "--tokens", "8",
+                    "--steps", "2", "--json", str(out))
+    assert status == 0 and "bit for bit: 6 of 6" in capsys.readouterr().out
+    assert sum(rank["found"] for rank in json.loads(out.read_text())["ranks"]) == 3 * 256 * 256 * 4
+
+
 def test_real_models_over_slower_links(monkeypatch, tmp_path, capsys):
     """A row for each rate, in which the link has that rate; one that this machine does not reach is refused."""
     pytest.importorskip("transformers", reason="transformers is not installed")

@@ -236,6 +236,8 @@ PyObject *refuse_writes(PyObject *module, PyObject *target);
 PyObject *anything_mapped(PyObject *module, PyObject *none);
 
 /* pages.c */
+PyObject *arena_print(PyObject *module, PyObject *args);
+PyObject *tells_writes(PyObject *module, PyObject *none);
 PyObject *written_pages(PyObject *module, PyObject *args);
 PyObject *same_memory(PyObject *module, PyObject *args);
 

@@ -165,6 +165,13 @@ static PyMethodDef functions[] = {
     {"refuse_writes", refuse_writes, METH_O,
      "refuse_writes(target, /)\n--\n\n"
      "Raises InvalidStateTransitionError where the file `target` (a path or a descriptor) is one that is mapped."},
+    {"arena_print", arena_print, METH_VARARGS,
+     "arena_print(nbytes, parts, /)\n--\n\n"
+     "Of a reservation of `nbytes` with these parts, a list of (offset, address, nbytes): 16 bytes that\n"
+     "differ where any byte does. Blocks, with the GIL released. Raises StagehandOOMError."},
+    {"tells_writes", tells_writes, METH_NOARGS,
+     "tells_writes()\n--\n\n"
+     "Whether the system says which pages of a private mapping were written: written_pages()."},
     {"written_pages", written_pages, METH_VARARGS,
      "written_pages(address, nbytes, /)\n--\n\n"
      "Ranges (begin, end) of addresses in a private mapping whose pages were written since it was made;\n"

@@ -12,7 +12,7 @@ import warnings
 
 from .. import _core
 from .._torch import torch
-from ..errors import some_of
+from ..errors import StagehandError, some_of
 from ..progress import over
 from ..weights import reading, relocate
 from ..weights.dropper import Dropper
@@ -25,6 +25,7 @@ from ..weights.relocate import Item
 from ..weights.units import ADDED, NO_BOUND, Unit, as_text, full_name, owned, plain_reason, see_directly, storage_of
 from .choosing import will_cast
 from .plain import stands_for
+from .ranks import share_the_host
 
 nn = torch.nn
 
@@ -36,9 +37,9 @@ class Takeover:
     """What a session does to a model that it takes over, and how it is undone."""
 
     # Of its session.
-    USES = """choice.may_map choice.note choice.streamed dtype images.master_view model name needs.keeps
-        needs.piece_bytes
-        opened options plans quantised regions.find source stay.away stay.is_placed stay.place stay.watch_calls
+    USES = """choice.may_map choice.note choice.streamed dtype images.master_view inference_mode model name
+        needs.keeps needs.piece_bytes opened options plans quantised regions.find source stay.away stay.is_placed
+        stay.place stay.watch_calls
         tables.is_aside tables.of target trained.idle units"""
 
     def __init__(self, session) -> None:
@@ -187,10 +188,13 @@ class Takeover:
         packed = [unit for unit in self._units if not unit.in_file and self._quantised.of(unit)]
         plain = [unit for unit in self._units if not unit.in_file and not self._quantised.of(unit)]
         with Dropper() as originals:
+            frozen = [unit for unit in plain if self._session.inference_mode or not unit.writable]
+            common = self._fill_common(frozen, originals)
+            plain = [unit for unit in plain if not unit.common]
             masters = self._fill(packed, [], originals, self.may_pin() if self._quantised.either else 0)
             self._quantised.finish()
             weights = self._fill(plain, self._session.trained.idle if self._units else [], originals, self.may_pin())
-        for arena in (weights, masters if self._quantised.either else None, self._quantised.arena):
+        for arena in (common, weights, masters if self._quantised.either else None, self._quantised.arena):
             if arena is not None and arena.pin_error:
                 warnings.warn(
                     f"stagehand: {_core.format_size(arena.bytes - arena.pinned_bytes)} of the weights could "
@@ -215,6 +219,8 @@ class Takeover:
                 flags, where = 0, self._source.ranges(unit, self._session.needs.piece_bytes)
             else:
                 flags = _core.UNIT_WRITABLE if unit.writable else _core.UNIT_WATCHED
+                if unit.common:
+                    flags = 0  # its image is not written
                 where = {"host": unit.base, "arena": unit.arena}
             if self._session.tables.is_aside(unit):
                 flags |= _core.UNIT_ASIDE
@@ -250,22 +256,49 @@ class Takeover:
         arena = _core.Arena(self._target.core, sum(unit.nbytes for unit in (*units, *idle)), pinned_most=pinned)
         for unit in (*units, *idle):
             unit.arena, unit.base = arena, arena.reserve(unit.nbytes)
-        for unit in over(f"stagehand: loading {self._session.name}", units, lambda unit: unit.nbytes):
+        for unit in self._over(units):
             for entry in unit.entries:
-                originals.drop(self._move_master(unit, entry))
+                old = self._host_bytes(entry)
+                arena.write(unit.base + entry.offset, old[0].data_ptr(), entry.nbytes)
+                originals.drop(self._move_master(unit, entry, old))
             if self._quantised.of(unit):
                 self._quantised.encode(unit, unit.base)
         arena.finish()
         return arena
 
-    def _move_master(self, unit: Unit, entry) -> list:
-        """The parameter's bytes go into the arena; every Parameter with these bytes gets the new storage. Returns
-        a box with the old one."""
-        old = [self._bytes_of(entry.param)]
-        if old[0].device.type != "cpu":
-            old[0] = relocate.to_host(old[0])
-        address = unit.base + entry.offset
-        unit.arena.write(address, old[0].data_ptr(), entry.nbytes)
+    def _over(self, units: list[Unit]):
+        return over(f"stagehand: loading {self._session.name}", units, lambda unit: unit.nbytes)
+
+    def _fill_common(self, units: list[Unit], originals: Dropper) -> _core.Arena | None:
+        """As `_fill`, with memory of other ranks that hold the same weights. None where there are no others, or the
+        system cannot: these are filled as others are. Prints are made before it is this rank's turn."""
+        if not (units and share_the_host() and _core.tells_writes()):
+            return None
+        try:
+            arena = _core.Arena(self._target.core, sum(unit.nbytes for unit in units), self.may_pin(), len(units))
+        except StagehandError:  # this system has no such memory
+            return None
+        prints = {id(unit): _core.arena_print(unit.nbytes, _parts(unit, [[entry.param] for entry in unit.entries]))
+                  for unit in units if all(entry.param.device.type == "cpu" for entry in unit.entries)}
+        try:
+            for unit in self._over(units):
+                old = [self._host_bytes(entry) for entry in unit.entries]
+                unit.base = arena.place(unit.nbytes, _parts(unit, old), prints.get(id(unit)))
+                unit.arena = arena
+                for entry, box in zip(unit.entries, old):
+                    originals.drop(self._move_master(unit, entry, box))
+        finally:
+            arena.finish()
+        return arena
+
+    def _host_bytes(self, entry) -> list:
+        """A box with the parameter's values in host memory."""
+        old = self._bytes_of(entry.param)
+        return [old if old.device.type == "cpu" else relocate.to_host(old)]
+
+    def _move_master(self, unit: Unit, entry, old: list) -> list:
+        """The parameter's bytes are in the arena: every Parameter with these bytes gets the new storage. Returns `old`,
+        the box with what it had."""
         host = self._session.images.master_view(unit, entry)
         for param in (entry.param, *entry.twins):
             param.data = host if param is entry.param else self._session.images.master_view(unit, entry)
@@ -410,6 +443,10 @@ class _Buffer:
     def __call__(self, data: torch.Tensor) -> None:
         for module, key in self.places:
             module._buffers[key] = data
+
+
+def _parts(unit: Unit, boxes: list) -> list[tuple]:
+    return [(entry.offset, box[0].data_ptr(), entry.nbytes) for entry, box in zip(unit.entries, boxes)]
 
 
 def _containers(model: nn.Module, managed: set[int]) -> list[nn.Module]:

@@ -14,6 +14,7 @@ import functools
 import gc
 import hashlib
 import inspect
+import os
 
 from .._torch import torch
 from ..errors import StagehandError, some_of
@@ -25,6 +26,19 @@ from .beside import Beside
 DDP = torch.nn.parallel.DistributedDataParallel
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # PyTorch's name
 SAMPLES = 64  # of a weight
+
+
+def share_the_host() -> bool:
+    """Whether this process is one of several on its node, which hold frozen weights in RAM once. STAGEHAND_HOST_COPY,
+    "shared" or "own", says it where neither the launcher nor a process group does."""
+    told = os.environ.get("STAGEHAND_HOST_COPY", "")
+    if told not in ("", "shared", "own"):
+        raise ValueError(f"STAGEHAND_HOST_COPY is 'shared' or 'own', not {told!r:.200}")
+    count = os.environ.get("LOCAL_WORLD_SIZE", "")
+    dist = torch.distributed
+    if told or count.isdecimal():
+        return told == "shared" or not told and int(count) > 1
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def stand_in() -> None:

@@ -37,7 +37,7 @@ class Staying:
     """What a session has on the device outside of the core's places."""
 
     # Of its session.
-    USES = """check_process closed core finding local model name regions.look_again simulated steps.backwards
+    USES = """budget check_process closed core finding local model name regions.look_again simulated steps.backwards
         steps.both_locks steps.close_step steps.has_graph steps.is_open steps.lock steps.pass_lock steps.passing
         steps.under_way streaming tables.beside tables.come tables.leave tables.nbytes takeover.managed_ids
         takeover.unmanaged_to_host takeover.wrappers target trained.beside trained.taken units

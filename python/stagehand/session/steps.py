@@ -47,8 +47,8 @@ class Steps:
     """What a session knows about the step that is open."""
 
     # Of its session.
-    USES = """casts.settle check_process closed core ending finding given images.follow_masters images.renew
-        inference_mode local options regions.find_due regions.found regions.put_back_left stay.asking
+    USES = """casts.settle check_process closed core ending finding given images.follow_common images.follow_masters
+        images.renew inference_mode local options regions.find_due regions.found regions.put_back_left stay.asking
         stay.come_back stay.make_way stay.others_go_home stay.tell_arbiters streaming tables.let_write
         tables.pass_begins trained.settle writes.refuse_lost_writes writes.settle writes.undo_lost_writes"""
 
@@ -542,6 +542,7 @@ class Steps:
             if task in self.backwards or session.closed or not session.streaming:
                 return
             session.stay.come_back()
+            session.images.follow_common()
             first = not self.backwards
             self.backwards.add(task)
             self._backward_seen = True

@@ -388,7 +388,7 @@ class Writes:
             for entry in unit.entries:
                 if entry.changed():
                     session.images.renew(unit, entry)
-            if not unit.in_file:
+            if not (unit.in_file or unit.common):  # which were looked at: the image of these is not written
                 session.mark_written(unit)
 
 

@@ -68,7 +68,7 @@ class Table:
 
     def addresses(self) -> list[int]:
         """Of the parts in host memory, where no file has them."""
-        return [self.unit.base + entry.offset for entry in self.entries]
+        return [self.unit.arena.image(self.unit.base + entry.offset) for entry in self.entries]
 
 
 def table_of(module, weights: dict[str, tuple]) -> Table | None:

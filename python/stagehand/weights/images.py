@@ -6,7 +6,8 @@ as a whole before each pass. Once nobody else holds the memory the weight moves 
 still holds (`keep = p.data`) stays as it is, and the unit gets another one.
 
 A weight that streams from a file lies in a private mapping of that file. The kernel tells which pages were
-written (hostmem.py), in whatever way. The unit of such a weight moves to an image in RAM.
+written (hostmem.py), in whatever way. The unit of such a weight moves to an image in RAM. A weight that other ranks
+hold, too (docs/distributed.md), lies in a private view of memory that all of them have, and leaves it in the same way.
 
 Locks: `lock` is held while masters move; the core's lock is taken inside it.
 """
@@ -42,6 +43,7 @@ class Images:
         self._session = session
         self._units = session.units
         self._source = session.source
+        self._common: tuple[int, int] | None = None  # addresses between which views of common images lie
         self._apart: list[tuple] = []  # (unit, entry) of masters outside their image
         self.lock = threading.RLock()
         self.moved_to_ram: dict[str, int] = {}  # unit of a file that was written -> bytes of its image
@@ -54,6 +56,9 @@ class Images:
             if entry.at_home is not None and entry.param.dtype is entry.dtype:  # it was given such data again
                 session.casts.forget_cast(entry)
             if unit.in_file and not entry.is_lasting() and self._source.same_as_file(entry.param):
+                entry.remember()
+                return
+            if unit.common and not self._left_common(unit, entry):
                 entry.remember()
                 return
             if type(entry) is Entry and entry.param.dtype is not entry.dtype:
@@ -69,6 +74,8 @@ class Images:
             self._check_given(entry, strangers)
         if unit.in_file:
             self.leave_files([unit])
+        elif unit.common:
+            self._new_image(unit)
         elif strangers:
             self.put(unit, entry)
         elif self._lies_apart(unit, entry):
@@ -81,12 +88,39 @@ class Images:
                 for unit, entry in list(self._apart):
                     if not entry.changed():  # else its next use takes it in
                         self._follow(unit, entry)
+        self.follow_common()
         if self._source is not None and self._session.opened:
             written = self._source.written()
             if written:
                 with self.lock, undisturbed():
                     known = [found[0] for found in map(self._session.writes.entry_of, written) if found is not None]
                     self.leave_files(list({id(unit): unit for unit in known if unit.in_file}.values()))
+
+    def follow_common(self) -> None:
+        """The same of weights in common; before a backward, too, for nothing but the kernel sees a write there."""
+        for unit in self._written_in_common():
+            with self.lock, undisturbed():
+                self._new_image(unit)
+            self._session.mark_written(unit)
+
+    def _left_common(self, unit: Unit, entry) -> bool:
+        """Whether a master in common has other bytes than the image, or lies elsewhere."""
+        return any(param.dtype is not entry.dtype or param.data_ptr() != unit.base + entry.offset
+                   for param in _masters(entry)) or not _core.same_memory(
+            unit.base + entry.offset, unit.arena.image(unit.base + entry.offset), entry.nbytes)
+
+    def _written_in_common(self) -> list[Unit]:
+        """Units in common of which this rank has written some bytes without a trace in a version."""
+        if self._common is None and self._session.opened:
+            units = [unit for unit in self._units if unit.common]
+            self._common = (min(unit.base for unit in units), max(unit.base + unit.nbytes for unit in units)
+                            ) if units else (0, 0)
+        low, high = self._common or (0, 0)
+        pages = _core.written_pages(low, high - low) if low else ()
+        return [unit for unit in self._units if unit.common
+                and any(begin < unit.base + unit.nbytes and unit.base < end for begin, end in pages)
+                and not any(entry.changed() for entry in unit.entries)  # else its next use takes it in
+                and any(self._left_common(unit, entry) for entry in unit.entries)] if pages else []
 
     def let_go(self) -> None:
         """The session has ended: memory of weights lives as long as a tensor over it."""
@@ -106,8 +140,9 @@ class Images:
 
     def put(self, unit: Unit, entry) -> None:
         """The entry's masters have memory outside the image, whose bytes are the entry's from now on."""
-        if entry.storage is not None and not entry.storage.expired():
-            self._new_image(unit)
+        if unit.common or entry.storage is not None and not entry.storage.expired():
+            if unit.common or self._lies_apart(unit, entry):  # else it came there with another of its unit
+                self._new_image(unit)
             return
         self._copy_in(unit, entry)
         self._settle_master(unit, entry)
@@ -133,15 +168,16 @@ class Images:
         unit.arena.write(place, data.data_ptr(), entry.nbytes)
         return True
 
-    def _settle_master(self, unit: Unit, entry) -> None:
+    def _settle_master(self, unit: Unit, entry, ours: bool = False) -> None:
         """After `_copy_in`: into the image, unless somebody else may write the memory where the masters are. One on a
-        device moves in any case: a streamed master is on the host."""
+        device moves in any case: a streamed master is on the host. ours: they are in an arena."""
         if entry.is_lasting():
             entry.at_home, entry.storage = self.master_view(unit, entry), None
             return
         params = _masters(entry)
         self._apart = [(u, e) for u, e in self._apart if e is not entry]
-        if entry.param.device.type == "cpu" and held_elsewhere(entry.param, self._mates(entry.param)):
+        if entry.param.device.type == "cpu" and any(
+                held_elsewhere(param, self._mates(param), ours) for param in (params if ours else params[:1])):
             entry.storage = None
             self._apart.append((unit, entry))
         else:
@@ -173,6 +209,8 @@ class Images:
         staged = encoded or unit.pageable()
         arena = _core.Arena(session.target.core, unit.nbytes, pinned_most=0 if staged else NO_BOUND)
         before = unit.arena, unit.base
+        ours = [unit.common and entry.param.data_ptr() == unit.base + entry.offset for entry in unit.entries]
+        storages = [entry.storage for entry in unit.entries if not entry.twins]
         unit.arena, unit.base = arena, arena.reserve(unit.nbytes)
         try:
             for entry in unit.entries:
@@ -193,8 +231,11 @@ class Images:
             if found is not None and found[0] is unit:
                 session.steps.wait_for_lookups()
                 wrapper.table = table_of(unit, unit.entries[0])
-        for entry in unit.entries:
-            self._settle_master(unit, entry)
+        for entry, lay_there in zip(unit.entries, ours):
+            self._settle_master(unit, entry, lay_there)
+        held = len(storages) < len(unit.entries) or not all(old is not None and old.expired() for old in storages)
+        if before[0] is not None and not (unit.mapped or held):
+            before[0].leave(before[1], unit.nbytes)
 
     def leave_files(self, units: list[Unit]) -> None:
         """Units that streamed from files do so no more, because weights of theirs were written."""
@@ -221,6 +262,8 @@ class Images:
 
     def write_image(self, unit: Unit, entry, data: torch.Tensor) -> None:
         """The image gets these values."""
+        if unit.common:
+            self._new_image(unit)
         if data.device.type != "cpu":
             data = data.cpu()
         if data.dtype is not entry.dtype:  # of a master that was cast

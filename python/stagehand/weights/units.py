@@ -134,10 +134,10 @@ class Entry(_core.Mark):
         self.dtype, self.shape, self.stride = data.dtype, data.shape, data.stride()
 
 
-def held_elsewhere(param: torch.Tensor, mates: int) -> bool:
+def held_elsewhere(param: torch.Tensor, mates: int, ours: bool = False) -> bool:
     """Whether somebody may write the memory of `param` who is none of the `mates` tensors over its storage (itself
-    among them). Memory that PyTorch did not allocate counts as held: its owner is unknown."""
-    if STORAGE_USES is None or not param.untyped_storage().resizable():
+    among them). Memory that PyTorch did not allocate counts as held: its owner is unknown, unless it is `ours`."""
+    if STORAGE_USES is None or not (ours or param.untyped_storage().resizable()):
         return True
     # As USES_OF_ONE was counted: in older versions Python's object for the storage is one more user while it lives.
     return STORAGE_USES(param.untyped_storage()._cdata) >= USES_OF_ONE + mates
@@ -182,6 +182,11 @@ class Unit:
     def pageable(self) -> bool:
         """Whether it may have to be staged: a part of its arena is not pinned."""
         return self.arena is not None and self.arena.pinned_bytes < self.arena.bytes
+
+    @property
+    def common(self) -> bool:
+        """Whether other processes may hold its image. Masters lie in a view of it, where writes stay in this one."""
+        return self.arena is not None and self.arena.common
 
     @property
     def writable(self) -> bool:
