@@ -233,13 +233,13 @@ def run_fuzz() -> Tally:
     return tally
 
 
-def run_pytest(name: str, tests: pathlib.Path, *options: str) -> Tally:
+def run_pytest(name: str, tests: list[pathlib.Path], *options: str) -> Tally:
     """Runs pytest, which shows how far it is and what fails."""
     report = BUILD / f"{name}.xml"
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
     done = call([sys.executable, "-m", "pytest", "-q", "--no-header", "--disable-warnings", "-p", "no:cacheprovider",
-                 "-o", f"faulthandler_timeout={HANG_S}", f"--junitxml={report}", *options, tests])
+                 "-o", f"faulthandler_timeout={HANG_S}", f"--junitxml={report}", *options, *tests])
     if done.returncode not in (0, 1) or not report.exists():
         raise CannotRun(f"pytest ended with {done.returncode}")
     tally = read_junit(report)
@@ -267,8 +267,10 @@ def run_other(name: str) -> Tally:
 
 def run_python() -> Tally:
     tests = ROOT / "tests/python"
-    tally = run_pytest("pytest", tests, "-m", "not alone", *SPREAD)
-    alone = run_pytest("pytest-alone", tests, "-m", "alone")
+    tally = run_pytest("pytest", [tests], "-m", "not alone", *SPREAD)
+    # The others need not be imported again.
+    marked = [path for path in sorted(tests.rglob("test_*.py")) if "mark.alone" in path.read_text()]
+    alone = run_pytest("pytest-alone", marked, "-m", "alone")
     alone.skips = [skip for skip in alone.skips if skip not in tally.skips]  # modules that skip themselves do so twice
     tally.add(alone)
     return tally

@@ -86,8 +86,9 @@ STH_API sth_status sth_rows_open(sth_rows *rows, uint32_t slots, const sth_devpt
                                  sth_stream stream);
 
 /* Returns the pool's memory to the caller; later requests for rows fail. A second call does
- * nothing. INVALID_STATE while rows are leased: it stays open. Blocks: until copies into it, and
- * work that releases were enqueued behind, are done. */
+ * nothing. INVALID_STATE while the calling thread leases rows, or another one does for longer than a
+ * minute: it stays open. Blocks: until other threads have released their rows, and until copies into
+ * the pool, and work that releases were enqueued behind, are done. */
 STH_API sth_status sth_rows_close(sth_rows *rows);
 
 /* A use of some rows: a small value. */

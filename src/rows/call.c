@@ -205,6 +205,7 @@ static sth_status take_use(sth_rows *rows, sthi_rows_use **out) {
 static void end_use(sth_rows *rows, sthi_rows_use *use) {
     for (uint32_t i = 0; i < use->count; i++) sthi_rows_end(&rows->plan, use->slots[i]);
     use->live = false;
+    sthi_cond_broadcast(&rows->ended);
 }
 
 static sth_status too_many(const sth_rows *rows, uint32_t table, uint32_t asked) {
@@ -241,6 +242,7 @@ static sth_status acquire(sth_rows *rows, uint32_t table, const void *ids, uint3
     if (!sthi_rows_ask(&rows->plan, table, s->asked, s->times, asked, tokens, s->loads, &missing))
         return too_many(rows, table, asked);
     use->live = true;
+    use->thread = pthread_self();
     use->count = asked;
     for (uint32_t i = 0; i < asked; i++) use->slots[i] = sthi_rows_slot_of(&rows->plan, table, rows->scratch.asked[i]);
     sth_status rc = bring(rows, table, missing, asked, tokens);

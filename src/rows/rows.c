@@ -7,9 +7,12 @@
 
 #include <string.h>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/invariant.h"
 #include "base/memory.h"
+
+#define CALLS_END_NS 60000000000 /* longer than any call: one that does not end hangs */
 
 void sthi_rows_options_init(sth_rows_options *options) {
     *options = (sth_rows_options){.size = sizeof *options, .view_most = 1023, .copy_priority = -1};
@@ -29,6 +32,7 @@ static void free_records(sth_rows *rows) {
     sthi_rows_scratch_free(&rows->scratch);
     sthi_free(rows->name);
     sthi_rows_fini(&rows->plan);
+    sthi_cond_fini(&rows->ended);
     sthi_mutex_fini(&rows->lock);
     sthi_free(rows);
 }
@@ -53,6 +57,7 @@ sth_status sthi_rows_create(sth_device *device, const sth_rows_options *options,
     rows->fork_depth = sthi_fork_depth();
     rows->epoch = 1;
     sthi_mutex_init(&rows->lock);
+    sthi_cond_init(&rows->ended);
     sthi_rows_init(&rows->plan);
     sthi_rows_ram_init(&rows->ram);
     rows->name = sthi_strdup(options->name ? options->name : "model");
@@ -263,11 +268,29 @@ sth_status sthi_rows_open(sth_rows *rows, uint32_t slots, const sth_devptr *part
     return rc;
 }
 
-static sth_status close_pool(sth_rows *rows) {
+/* own: of the calling thread alone. */
+static bool in_use(const sth_rows *rows, bool own) {
     for (uint32_t i = 0; i < STHI_ROWS_USES; i++)
-        if (rows->uses[i].live)
-            return sthi_fail(STH_INVALID_STATE, NULL, 0, rows->name,
-                             "rows of '%s' are in use: end the calls that use them first", rows->name);
+        if (rows->uses[i].live && (!own || pthread_equal(rows->uses[i].thread, pthread_self()))) return true;
+    return false;
+}
+
+/* Calls of other threads end by themselves; one of this thread would be waited for in vain. */
+static void wait_for_calls(sth_rows *rows) {
+    const int64_t until = sthi_now_ns() + CALLS_END_NS;
+    int64_t left = CALLS_END_NS;
+    while (in_use(rows, false) && !in_use(rows, true) && left > 0) {
+        sthi_cond_wait_for(&rows->ended, &rows->lock, left);
+        left = until - sthi_now_ns();
+    }
+}
+
+static sth_status close_pool(sth_rows *rows) {
+    wait_for_calls(rows);
+    if (!rows->plan.views) return STH_OK; /* another thread closed it meanwhile */
+    if (in_use(rows, false))
+        return sthi_fail(STH_INVALID_STATE, NULL, 0, rows->name,
+                         "rows of '%s' are in use: end the calls that use them first", rows->name);
     STHI_TRY(rows->device->ops->stream_synchronize(rows->device->self, rows->stream));
     STHI_TRY(sthi_rows_ring_wait(&rows->calls, rows->device));
     return sthi_rows_lay(&rows->plan, 0, 1);

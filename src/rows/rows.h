@@ -22,6 +22,7 @@ typedef struct sthi_rows_use { /* a lease */
     uint32_t count;
     uint32_t *slots;         /* [slots of a view] while the pool is open; NULL: never used yet */
     bool live;
+    sthi_thread thread;      /* that leased it */
 } sthi_rows_use;
 
 enum { STHI_ROWS_USES = 64 };
@@ -41,6 +42,7 @@ struct sth_rows {
     sthi_rows_ring fills, calls;
     uint64_t *filled, *used; /* [slots] number in `fills` of its last copy, in `calls` of its last use */
     sthi_rows_use uses[STHI_ROWS_USES];
+    sthi_cond ended;         /* a use did */
     uint32_t *counts;        /* [scratch.largest] uses of each row; 0 between calls */
     sthi_rows_scratch scratch;
     sthi_rows_ram ram;       /* what rows in files pass through */

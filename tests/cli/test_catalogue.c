@@ -106,7 +106,7 @@ static void check(const char *model, const char *on, uint64_t budget) {
     forecast_free(&f);
 }
 
-#define SOME (int)few_under_tsan(4, 1) /* every how many-th model */
+#define SOME (int)few_under_tsan(9, 1) /* every how many-th model */
 
 static void predictions_are_what_the_simulated_device_does(void **state) {
     (void)state;

@@ -98,7 +98,7 @@ static sth_status verify(const paths *p) {
 /* result: the file that the call makes; NULL: none. */
 static void fail_each(const paths *p, sth_status (*call)(const paths *), const char *result, int least) {
     static const sthi_fault_kind kinds[] = {STHI_FAULT_ALLOC, STHI_FAULT_READ, STHI_FAULT_WRITE, STHI_FAULT_THREAD};
-    int failed = 0, step = (int)few_under_tsan(7, 1);
+    int failed = 0, step = (int)few_under_tsan(15, 1);
     for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++)
         for (uint64_t n = 1, more = 1; more; n += (uint64_t)step) {
             long live = sthi_alloc_live();

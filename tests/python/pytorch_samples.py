@@ -15,6 +15,8 @@ from torch.utils import _pytree as pytree
 pytest.importorskip("expecttest", reason="PyTorch's tables of samples need the package expecttest")
 invocations = pytest.importorskip(
     "torch.testing._internal.common_methods_invocations", reason="this PyTorch comes without its tests' tables")
+common = pytest.importorskip("torch.testing._internal.common_utils")
+core = pytest.importorskip("torch.testing._internal.opinfo.core")
 modules = pytest.importorskip("torch.testing._internal.common_modules")
 # Importing them forbids `torch.backends.x.y = z` for the rest of the process, where other tests do so.
 setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
@@ -25,6 +27,19 @@ op_db, module_db = invocations.op_db, modules.module_db
 def seed(number: int = 0) -> None:
     torch.default_generator.manual_seed(number)  # torch.manual_seed takes 0.9 ms for devices that are not there
     random.seed(number)
+
+
+def _seed_of_samples(number=None) -> None:
+    seed(common.SEED if number is None else number)
+    if common.TEST_NUMPY:
+        common.np.random.seed(common.SEED if number is None else number)
+
+
+# Before each sample they look for a unittest.TestCase on the stack, of which there is none, and seed: that took most of
+# the time of these tests.
+common.set_rng_seed = _seed_of_samples
+for module in (common, core):
+    module.extract_test_fn = lambda: None
 
 
 def tensors(values) -> list:

@@ -7,9 +7,8 @@ import importlib.util
 import json
 import pathlib
 import re
-import subprocess
-import sys
 
+import children
 import pytest
 from stagehand import _core
 
@@ -146,8 +145,8 @@ print(json.dumps(found))
 
 
 def test_few_sentences_of_public_docstrings_open_so(tmp_path):
-    done = subprocess.run([sys.executable, "-c", PUBLIC], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    done = children.run(PUBLIC)
+    assert done.status == 0, done.stderr
     page = tmp_path / "docstrings.md"
     docs = json.loads(done.stdout)
     page.write_text("\n\n".join(docs.values()))
@@ -202,9 +201,9 @@ def test_every_page_is_in_the_index():
 
 
 RESOLVES = """
-import importlib, operator, sys
+import importlib, operator
 import stagehand
-for name in sys.argv[1:]:
+for name in {names}:
     try:
         operator.attrgetter(name)(stagehand)
     except AttributeError:
@@ -219,8 +218,8 @@ for name in sys.argv[1:]:
 def test_names_of_the_package_are_there():
     names = sorted({name for page in PAGES for name in NAME.findall(page.read_text())})
     assert "executor.Runner" in names
-    done = subprocess.run([sys.executable, "-c", RESOLVES, *names], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    done = children.run(RESOLVES.format(names=names))
+    assert done.status == 0, done.stderr
 
 
 def test_the_table_of_telemetry_is_the_record():
@@ -238,6 +237,6 @@ def test_the_python_of_readme_runs():
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert blocks
     for block in blocks:
-        done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
+        done = children.run_bare(block, children.OPTIMIZERS)
+        assert done.status == 0, done.stderr
         assert float(done.stdout.split()[0]) > 0, "nothing streamed"

@@ -1,6 +1,6 @@
 """The process ends at any moment of a step, in any thread, or is forked there (endings.py has the cases).
 
-The code is the one expected, within seconds; nothing is written but the traceback of what was raised on purpose. The
+The code is the one expected; nothing is written but the traceback of what was raised on purpose. The
 tests of test_lifecycle.py end whole scripts at chosen places; here the moments come from seeds.
 """
 
@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import card  # noqa: E402
 import stagehand  # noqa: E402
-from endings import CODES, PLACES, wait_for  # noqa: E402
+from endings import CODES, LIMIT_S, PLACES, wait_for  # noqa: E402
 from stagehand.activation import ActivationRuntime, ActivationStagehandConfig  # noqa: E402
 from stagehand.optim import OffloadedAdamW  # noqa: E402
 from support import Stack, aligned_copy, device, made, runtime, same, tight_budget  # noqa: E402
@@ -59,7 +59,7 @@ def test_the_process_ends_at_any_moment():
     asked = cases()
     done = subprocess.run(
         [sys.executable, os.path.join(os.path.dirname(os.path.abspath(__file__)), "endings.py")],
-        input=json.dumps(asked), capture_output=True, text=True, timeout=60 + 5 * len(asked),
+        input=json.dumps(asked), capture_output=True, text=True, timeout=LIMIT_S * (1 + len(asked)),
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)})
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(results) == len(asked), done.stderr

@@ -638,8 +638,8 @@ def test_a_signal_in_the_middle_of_a_backward():
     for delay in (0.005, 0.02, 0.05):
         out = model(x).pow(2).sum()
         timer = threading.Timer(delay, signal.raise_signal, (signal.SIGINT,))
-        timer.start()
         try:
+            timer.start()  # where this thread is slow, the signal comes in here
             out.backward()
             timer.join()
             time.sleep(60)  # cut short by the signal, if the backward was not

@@ -171,5 +171,5 @@ def test_training_is_right_without_one_that_is_optional(name):
     if name.endswith("_is_compiling_flag") and (not hasattr(torch.compiler, "is_exporting") or
                                                 "is_compiling" in torch.nn.Module._call_impl.__code__.co_names):
         pytest.skip("this PyTorch has nothing else, or needs it itself")
-    done = children.run_bare(hide + TRAIN)
+    done = children.run_bare(hide + TRAIN, children.OPTIMIZERS)
     assert done.status == 0, done.stderr

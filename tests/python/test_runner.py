@@ -101,7 +101,7 @@ def test_a_worker_that_crashes_fails_one_test_alone(runner, monkeypatch, tmp_pat
     (tmp_path / "test_it.py").write_text(
         "import os\nimport pytest\n@pytest.mark.parametrize('i', range(20))\n"
         "def test(i):\n    if i == 3: os.abort()\n    assert i != 7\n")
-    tally = runner.run_pytest("report", tmp_path, "--numprocesses=2", "--dist=worksteal")
+    tally = runner.run_pytest("report", [tmp_path], "--numprocesses=2", "--dist=worksteal")
     assert tally.passed == 18
     assert sorted(failure.rpartition("::")[2] for failure in tally.failures) == ["test[3]", "test[7]"]
 

@@ -95,7 +95,7 @@ static void round_trip(sth_dtype dtype, uint64_t n, int kind, uint64_t more) {
 
 static void every_bit_comes_back(void **state) {
     (void)state;
-    uint64_t n = cases / few_under_tsan(20, 1) / (UNDER_ASAN ? 5 : 1);
+    uint64_t n = cases / few_under_tsan(60, 1) / (UNDER_ASAN ? 5 : 1);
     for (uint64_t i = 0; i < n; i++)
         round_trip(dtypes[i % 3], size_of((int)(i / 3 % 300)), (int)(roll() % 6), roll() % 4 ? 0 : 16 * (roll() % 9));
 }

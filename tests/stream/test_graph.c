@@ -158,7 +158,7 @@ static void open_setting(world *w, const setting *s, uint64_t budget) {
 static void test_a_replay_reads_what_the_step_reads(void **state) {
     (void)state;
     for (size_t k = 0; k < sizeof SETTINGS / sizeof *SETTINGS; k++)
-        for (uint64_t budget = 130000; budget <= 360000; budget += few_under_tsan(69000, 23000)) {
+        for (uint64_t budget = 130000; budget <= 360000; budget += few_under_tsan(115000, 23000)) {
             const setting *s = &SETTINGS[k];
             world w;
             graph g;
@@ -496,7 +496,7 @@ static void test_a_call_that_fails_inside_a_capture(void **state) {
         const char *first;
         open_setting(&w, s, 200000);
         sth_stream stream = new_stream(&w);
-        for (uint32_t n = 1;; n += few_under_tsan(3, 1)) {
+        for (uint32_t n = 1;; n += few_under_tsan(7, 1)) {
             assert_ok(sthi_graph_prepare(w.runtime));
             recorder_begin(stream);
             recorder_fail(n);

@@ -2,6 +2,7 @@
  * is slow, so that a byte that is looked at too early is another one. */
 #include <string.h>
 
+#include "base/clock.h"
 #include "base/fault.h"
 #include "base/memory.h"
 #include "base/random.h"
@@ -189,6 +190,39 @@ static void a_pool_closes_when_no_rows_are_in_use_and_opens_again(void **state) 
     assert_ok(sth_rows_open(w.rows, 2, w.pool, 0));
     call(&w, 0, (int64_t[]){1, 2}, 2);
     assert_int_equal(stats(&w).brought, 3);
+    end(&w);
+}
+
+typedef struct visitor { /* a thread that leases a row and releases it a while later */
+    world *w;
+    atomic_bool leased, releasing;
+    sth_status status;
+} visitor;
+
+static void *visit(void *arg) {
+    visitor *v = arg;
+    int64_t id = 1, slot;
+    sth_rows_lease lease;
+    v->status = sth_rows_acquire(v->w->rows, 0, &id, 8, 1, 1, 0, &slot, &lease);
+    atomic_store(&v->leased, true);
+    sthi_sleep_ns(20000000); /* the other thread is about to close, or closes */
+    atomic_store(&v->releasing, true);
+    if (v->status == STH_OK) v->status = sth_rows_release(v->w->rows, &lease, 0);
+    return NULL;
+}
+
+static void a_pool_that_closes_waits_for_the_calls_of_other_threads(void **state) {
+    (void)state;
+    world w;
+    begin(&w, false, 4, false);
+    visitor v = {.w = &w};
+    sthi_thread thread;
+    assert_ok(sthi_thread_start(&thread, "visitor", visit, &v));
+    while (!atomic_load(&v.leased)) sthi_sleep_ns(100000);
+    assert_ok(sth_rows_close(w.rows));
+    assert_true(atomic_load(&v.releasing));
+    sthi_thread_join(thread);
+    assert_ok(v.status);
     end(&w);
 }
 
@@ -395,6 +429,7 @@ int main(void) {
         cmocka_unit_test(ids_have_4_or_8_bytes_and_what_is_no_row_stays_none),
         cmocka_unit_test(more_rows_than_slots_are_refused_and_nothing_is_held),
         cmocka_unit_test(a_pool_closes_when_no_rows_are_in_use_and_opens_again),
+        cmocka_unit_test(a_pool_that_closes_waits_for_the_calls_of_other_threads),
         cmocka_unit_test(what_was_written_comes_anew),
         cmocka_unit_test(who_promised_not_to_write_without_a_word_is_told),
         cmocka_unit_test(host_memory_may_be_written_behind_a_pass),

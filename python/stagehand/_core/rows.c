@@ -329,7 +329,8 @@ static PyMethodDef rows_methods[] = {
      "The pool: part i has slots x part_bytes[i] bytes of device memory at addresses[i], which what `stream`\n"
      "has by now may still use."},
     {"close_pool", rows_close_pool, METH_NOARGS,
-     "close_pool()\n--\n\nThe pool's memory is the caller's again. Waits for its work; again is fine."},
+     "close_pool()\n--\n\nThe pool's memory is the caller's again. Waits for calls of other threads, and for\n"
+     "its work. A second call does nothing."},
     {"acquire", rows_acquire, METH_VARARGS,
      "acquire(table, ids_address, id_bytes, count, per_token, stream, out_address, /)\n--\n\n"
      "Leases the rows that `count` ids in host memory name; `stream` waits for them. The ids' slots go to\n"

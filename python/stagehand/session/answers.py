@@ -39,8 +39,7 @@ class Answer:
             for module in modules:
                 _answers[id(module)] = weakref.ref(module), weakref.ref(self)
             _replace_properties(modules)
-            for name in LIBRARIES:
-                standins.replace_function(name, FUNCTION, _function)
+            standins.replace_functions([*((name, FUNCTION, _function) for name in LIBRARIES), *refusals.functions()])
             tuners.stand_in(modules)
             refusals.stand_in()
             ranks.stand_in()

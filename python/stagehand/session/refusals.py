@@ -36,13 +36,15 @@ SHARDING = {
 FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
+def functions() -> list[tuple]:
+    """Those that ask while a model is managed, as standins.replace_functions takes them."""
+    return [(name, function, asks) for table, asks in ((FUNCTIONS, _asks_first), (SHARDING, _shards_what_is_left))
+            for name, found in table.items() for function in found]
+
+
 def stand_in() -> None:
-    """These libraries ask from now on, as far as they are imported."""
+    """The methods ask from now on, as far as these libraries are imported."""
     with standins.lock:
-        for table, asks in ((FUNCTIONS, _asks_first), (SHARDING, _shards_what_is_left)):
-            for name, functions in table.items():
-                for function in functions:
-                    standins.replace_function(name, function, asks)
         for name, classes in METHODS.items():
             for kind, methods in classes.items():
                 for method in methods:

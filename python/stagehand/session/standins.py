@@ -20,16 +20,20 @@ def stands(found) -> bool:
     return any(stand is found for _, _, stand, _ in _replaced)
 
 
-def replace_function(module: str, name: str, stand_for) -> None:
-    """Replaces a function of a module, under every name to which it was imported, unless that was done, or the module
-    is not imported. stand_for: makes the stand from the function."""
-    own = getattr(sys.modules.get(module), name, None)
-    if own is None or stands(own):
-        return
-    stand = stand_for(own)
-    for other in list(sys.modules.values()):
-        if getattr(other, "__dict__", {}).get(name) is own:
-            replace(other, name, stand, own)
+def replace_functions(functions) -> None:
+    """Replaces functions of modules, under every name to which they were imported, but for those that are, and those
+    whose module is not imported. functions: (module, name, what makes the stand from the function)."""
+    wanted: dict[str, list[tuple]] = {}
+    for module, name, stand_for in functions:
+        own = getattr(sys.modules.get(module), name, None)
+        if own is not None and not stands(own):
+            wanted.setdefault(name, []).append((own, stand_for(own)))
+    for other in list(sys.modules.values()) if wanted else ():
+        known = getattr(other, "__dict__", {})
+        for name in wanted.keys() & known.keys():  # one walk for all: there are thousands of modules
+            for own, stand in wanted[name]:
+                if known.get(name) is own:
+                    replace(other, name, stand, own)
 
 
 def owner_of(kind: type, name: str):

@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 
 from .. import _core
 from .._torch import apart_from_caller, torch
-from ..errors import InvalidStateTransitionError, StagehandError, StagehandOOMError
+from ..errors import StagehandError, StagehandOOMError
 from ..weights import relocate
 from ..weights.experts import Table, table_of
 from ..weights.units import Unit, as_text, round_up
-
-WAIT_S = 0.2  # for calls of other threads that use rows
 
 
 class Tables:
@@ -236,15 +233,7 @@ class Tables:
     def _close_pool(self) -> None:
         if self._rows is None or not self._pool:
             return
-        until = time.monotonic() + WAIT_S
-        while True:
-            try:
-                self._rows.close_pool()
-                break
-            except InvalidStateTransitionError:
-                if time.monotonic() > until:
-                    raise
-                time.sleep(0.001)
+        self._rows.close_pool()
         self._pool.clear()
 
     def _stream(self) -> int:
