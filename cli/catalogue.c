@@ -281,6 +281,7 @@ void model_units(const named_model *m, const card *c, units *u, int64_t **out_co
                 snprintf(name, sizeof name, "%s.%s", of, p->name);
                 uint64_t bytes = ((uint64_t)(2 * p->weights) + 511) / 512 * 512;
                 u->unit[n] = (unit){.name = cli_copy(name, strlen(name)), .block = of, .bytes = bytes};
+                u->unit[n].packed = units_packed_bytes(STH_DTYPE_BF16, bytes);
                 u->bytes += bytes;
                 u->largest = bytes > u->largest ? bytes : u->largest;
                 (*out_compute_ns)[n] = (int64_t)(1e9 * seconds_of(p, c));

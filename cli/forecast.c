@@ -66,6 +66,26 @@ static uint32_t unit_of_use(const forecast *f, uint32_t use) {
     return use < n ? use : 2 * n - 1 - use;
 }
 
+static bool is_packed(const unit *u) { return u->packed < u->bytes / 10 * 9; }
+
+/* Where packed bytes cross the link they may also stay on the device. */
+static sth_plan_unit plan_unit(const forecast *f, const unit *u) {
+    sth_plan_unit p = {.bytes = u->bytes};
+    if (!f->request->transfer || strcmp(f->request->transfer, "plain") == 0 || !is_packed(u)) return p;
+    p.transfer_bytes = p.packed_bytes = u->packed;
+    p.flags = strcmp(f->request->transfer, "auto") == 0 ? STH_UNIT_EITHER : STH_UNIT_EXPANDED;
+    return p;
+}
+
+/* A unit that crosses packed has its packed bytes in RAM and no others. */
+static void count_host_bytes(forecast *f) {
+    f->host_bytes = 0;
+    for (uint32_t i = 0; i < f->units.count; i++) {
+        bool plain = !f->plan_units[i].transfer_bytes || (f->plan && (f->plan->resident[i] || f->plan->plain[i]));
+        f->host_bytes += plain ? f->units.unit[i].bytes : f->units.unit[i].packed;
+    }
+}
+
 static int make_uses(forecast *f) {
     uint32_t n = f->units.count;
     if (n > UINT32_MAX / 2) return cli_fail(CLI_DATA, "%u units are too many to plan", n);
@@ -74,7 +94,7 @@ static int make_uses(forecast *f) {
     f->plan_units = cli_alloc(n, sizeof *f->plan_units);
     f->uses = cli_alloc(f->input.use_count, sizeof *f->uses);
     double total = (double)f->units.bytes * (f->backward ? 2 : 1);
-    for (uint32_t i = 0; i < n; i++) f->plan_units[i].bytes = f->units.unit[i].bytes;
+    for (uint32_t i = 0; i < n; i++) f->plan_units[i] = plan_unit(f, &f->units.unit[i]);
     for (uint32_t t = 0; t < f->input.use_count; t++) {
         uint32_t u = unit_of_use(f, t);
         double share = (double)f->units.unit[u].bytes / total;
@@ -179,6 +199,7 @@ static int fail_small_budget(const forecast *f) {
 int forecast_plan(forecast *f) {
     sth_status status = sth_plan_create(&f->input, &f->plan);
     if (status == STH_BUDGET_TOO_SMALL) return fail_small_budget(f);
+    if (status == STH_OK) count_host_bytes(f);
     return status == STH_OK ? plan_more(f) : cli_fail_status(status);
 }
 

@@ -16,7 +16,8 @@ typedef enum compute_source {
 typedef enum link_source { LINK_GIVEN, LINK_MEASURED, LINK_ASSUMED, LINK_CARD } link_source;
 
 typedef struct forecast_request {
-    const char *path, *blocks, *passes, *device, *telemetry; /* NULL where not given; passes is set */
+    /* NULL where not given; passes is set */
+    const char *path, *blocks, *passes, *device, *telemetry, *transfer;
     const card *card;         /* then `model` takes the place of `path`, and nothing is measured */
     const named_model *model;
     uint64_t ram;             /* of the machine that the card is in; 0: holds all weights */
@@ -43,6 +44,7 @@ typedef struct forecast {
     double compute_ms; /* of a step with everything resident */
     sth_plan *plan; /* NULL without a budget */
     uint64_t ram_bytes; /* of units that are in RAM although the model is in files */
+    uint64_t host_bytes; /* that all weights take in RAM, as they cross the link */
     bool more_helps; /* the budget does not hold everything yet */
     sth_prediction more; /* with 1 GiB more */
     sth_curve_point *curve; /* [curve_count]; NULL: not asked for */

@@ -18,7 +18,7 @@ typedef struct plan_output {
 static int check_card(const forecast_request *r, const plan_output *out) {
     if (r->blocks || r->device || r->telemetry || r->ram_budget || r->compute_ms >= 0 || strcmp(r->passes, "infer"))
         return cli_usage("plan: --card predicts a forward pass from tables; of the other options it takes --ram, "
-                         "--budget, --link, --disk, --curve, --svg and --json");
+                         "--transfer, --budget, --link, --disk, --curve, --svg and --json");
     if (!r->model && (out->curve || out->svg))
         return cli_usage("plan: a curve is of one model; name one in front of --card");
     return CLI_OK;
@@ -32,6 +32,8 @@ static int check(const forecast_request *r, const plan_output *out) {
         return cli_usage("plan: --svg writes a picture and --json prints numbers; ask for one of them");
     if (strcmp(r->passes, "infer") && strcmp(r->passes, "train"))
         return cli_usage("plan: --passes is infer or train, not '%s'", r->passes);
+    if (strcmp(r->transfer, "plain") && strcmp(r->transfer, "lossless") && strcmp(r->transfer, "auto"))
+        return cli_usage("plan: --transfer is plain, lossless or auto, not '%s'", r->transfer);
     if (r->link_gb_s == 0) return cli_usage("plan: --link needs a rate above 0, in GB/s");
     if (r->disk_gb_s == 0) return cli_usage("plan: --disk needs a rate above 0, in GB/s");
     if (r->card) return check_card(r, out);
@@ -103,7 +105,7 @@ int command_plan(int argc, char **argv) {
     plan_output out = {.svg = NULL};
     const char *card_name = NULL;
     int code;
-    forecast_request r = {.passes = "infer", .disk_gb_s = -1, .link_gb_s = -1, .compute_ms = -1};
+    forecast_request r = {.passes = "infer", .transfer = "plain", .disk_gb_s = -1, .link_gb_s = -1, .compute_ms = -1};
     const arg_option options[] = {
         {"budget", ARG_SIZE, &r.budget, "SIZE", "device memory for weights, such as 3GiB; required but for a curve"},
         {"blocks", ARG_TEXT, &r.blocks, "REGEX", "only units inside modules whose name matches"},
@@ -113,6 +115,8 @@ int command_plan(int argc, char **argv) {
         {"disk", ARG_REAL, &r.disk_gb_s, "GB/s",
          "weights are read from a disk of this rate; without it they are in RAM"},
         {"ram-budget", ARG_SIZE, &r.ram_budget, "SIZE", "with --disk: host memory in which weights are kept"},
+        {"transfer", ARG_TEXT, &r.transfer, "KIND",
+         "plain; lossless: weights that stream are packed, in RAM and on the link; auto: those for which it pays"},
         {"compute-ms", ARG_REAL, &r.compute_ms, "MS", "compute time of one step with everything resident"},
         {"telemetry", ARG_TEXT, &r.telemetry, "FILE", "take it from the steps in this JSONL file"},
         {"curve", ARG_FLAG, &out.curve, NULL, "step time over budgets, from the smallest that works to all"},

@@ -92,6 +92,8 @@ json_t *plan_json(const forecast *f) {
     json_out_set(o, "compute", compute_json(f));
     if (f->plan) {
         json_out_set(o, "prediction", json_out_prediction(&f->plan->prediction));
+        json_out_set(o, "transfer", json_string(f->request->transfer));
+        json_out_set(o, "host_bytes", json_out_count(f->host_bytes));
         json_out_set(o, "hit_share", json_out_number(forecast_hit_share(f)));
         json_out_set(o, "with_1_gib_more", f->more_helps ? json_out_prediction(&f->more) : json_null());
     }

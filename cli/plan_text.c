@@ -80,9 +80,9 @@ static void print_cost(const forecast *f) {
     printf("  hits    %.1f %% of the bytes used are on the device already\n", 100 * forecast_hit_share(f));
     printf("VRAM      %s of %s: %s resident, %s ring\n", cli_size(p->resident_bytes + p->ring_bytes).text,
            cli_size(f->input.budget).text, cli_size(p->resident_bytes).text, cli_size(p->ring_bytes).text);
-    printf(
-        "RAM       %s when the weights are kept in RAM; staging only when they are read from the files\n",
-        cli_size(f->units.bytes).text);
+    bool plain = f->host_bytes == f->units.bytes;
+    printf("RAM       %s when the weights are kept in RAM%s; staging only when they are read from the files\n",
+           cli_size(f->host_bytes).text, plain ? "" : ", packed as weights usually are");
 }
 
 /* Bytes of [from, to) of all units that are resident. */

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "report.h"
+#include "stagehand/lossless.h"
 #include "stagehand/util.h"
 
 #define PLACE_ALIGN 512u
@@ -115,6 +116,14 @@ static uint64_t place_bytes(uint64_t bytes) {
     return (bytes + PLACE_ALIGN - 1) / PLACE_ALIGN * PLACE_ALIGN;
 }
 
+enum { LEAST_PACKED = 4096 }; /* values of a tensor that is packed */
+
+uint64_t units_packed_bytes(sth_dtype dtype, uint64_t bytes) {
+    uint64_t values = bytes / (dtype == STH_DTYPE_F32 ? 4 : 2);
+    uint64_t packed = values >= LEAST_PACKED ? sth_lossless_estimate(dtype, NULL, values) : bytes;
+    return packed < bytes ? place_bytes(packed) : bytes;
+}
+
 /* Makes a unit of entries[0 .. count). Ranges are appended to out->ranges, which has room for all. */
 static int add_unit(units *out, uint64_t *range_count, const entry *entries, uint64_t count,
                     const char *block) {
@@ -128,6 +137,7 @@ static int add_unit(units *out, uint64_t *range_count, const entry *entries, uin
         if (t->bytes > INT64_MAX)
             return cli_fail(CLI_DATA, "%s: %" PRIu64 " bytes are too many", t->name, t->bytes);
         out->ranges[(*range_count)++] = (sth_file_range){t->file, t->offset, t->bytes, u->bytes};
+        u->packed += units_packed_bytes(t->dtype, place_bytes(t->bytes));
         int code = add_bytes(&u->bytes, place_bytes(t->bytes), u->name);
         if (code) return code;
     }

@@ -10,6 +10,7 @@ typedef struct unit {
     char *name;         /* of the module: the tensors' name without its last part */
     const char *block;  /* name of the block that it lies in; NULL when no pattern was given */
     uint64_t bytes;     /* of its place: every tensor at a multiple of 512 */
+    uint64_t packed;    /* that it takes losslessly packed, as weights usually do */
     uint64_t first_range;
     uint32_t range_count;
 } unit;
@@ -29,4 +30,6 @@ typedef struct units {
  * all. Says on stderr what is wrong. Returns an exit code. */
 int units_load(const sth_checkpoint *checkpoint, const char *pattern, units *out);
 void units_free(units *u);
+/* What a tensor of weights usually takes losslessly packed; its own bytes where it crosses as it is. */
+uint64_t units_packed_bytes(sth_dtype dtype, uint64_t bytes);
 #endif

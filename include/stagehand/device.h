@@ -58,6 +58,7 @@ typedef struct sth_sim_options {
     /* as a card without a run-time compiler: packed bytes are expanded by the host */
     bool no_expand;
     uint64_t pin_limit_bytes;   /* registering more host memory than this fails. 0 = no limit */
+    uint64_t expand_bytes_per_s; /* at which packed bytes become those of places. Default 1.024e12 */
 } sth_sim_options;
 STH_API void sth_sim_options_init(sth_sim_options *options);
 

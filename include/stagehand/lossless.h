@@ -29,7 +29,7 @@ STH_API sth_status sth_lossless_bytes(sth_dtype dtype, const void *values, uint6
                                       uint64_t *out_bytes);
 /* The same from 64 samples of 1024 values, with the room that sth_transfer_fit() adds; the bytes
  * of the values themselves where packing does not make them smaller by a tenth, and for dtypes
- * that are not packed. */
+ * that are not packed. values: NULL: as weights usually are. */
 STH_API uint64_t sth_lossless_estimate(sth_dtype dtype, const void *values, uint64_t count);
 
 /* Packs into exactly `bytes` bytes, a multiple of 16: sth_lossless_bytes(), or more, of which the

@@ -29,6 +29,8 @@ enum {
     STH_UNIT_FROM_DISK = 1u << 2,  /* its bytes are read from the disk before they are copied */
     STH_UNIT_WRITTEN = 1u << 3,    /* its host image is written between each step and the next */
     STH_UNIT_PRESENT = 1u << 4,    /* it lies on the device now, as a resident */
+    /* with transfer_bytes: each load of it is expanded, which takes the device as compute does */
+    STH_UNIT_EXPANDED = 1u << 6,
     STH_UNIT_EITHER = 1u << 5      /* transfer_bytes cross the link for a load of it, or all, as the plan chooses. The
                                       former takes the device for the expansion, as compute does */
 };
@@ -77,7 +79,8 @@ typedef struct sth_plan_input {
     /* that the search makes at most, but some 40, for a plan that is wanted at once; 0: as many as
      * suit the timeline's length. Default 0 */
     uint32_t most_simulations;
-    /* of places, at which units that stay packed are expanded; it takes the device as compute does. Default 1e12 */
+    /* of places, at which units are expanded that stay packed, are EITHER or EXPANDED; it takes the device as compute
+     * does. Default 1e12 */
     double expand_bytes_per_s;
 } sth_plan_input;
 STH_API void sth_plan_input_init(sth_plan_input *input);
@@ -100,7 +103,7 @@ typedef struct sth_prediction {
     int64_t link_ns;         /* time that the copies of one step take back to back */
     int64_t disk_ns;         /* time that the reads of one step take back to back */
     int64_t stall_ns;        /* compute waiting for copies, and for expansions */
-    int64_t expand_ns;       /* of the device, for expansions of units that stay packed, or are EITHER */
+    int64_t expand_ns;       /* of the device, for expansions */
     /* max(compute, bytes that no plan can avoid / link, ...); see docs/planner.md */
     int64_t lower_bound_ns;
     /* over the link, as they cross it; what was WRITTEN and comes again included */

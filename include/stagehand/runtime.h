@@ -250,6 +250,32 @@ STH_API sth_status sth_unit_mark_written(sth_runtime *runtime, uint32_t unit);
 STH_API sth_status sth_unit_set_host(sth_runtime *runtime, uint32_t unit, const void *host,
                                      sth_arena *arena);
 
+/* Plain images beside packed ones, so that host memory holds a plain one only while it is looked at.
+ * After seal. All return INVALID_ARGUMENT, INVALID_STATE and SHUT_DOWN. Threads: any.
+ *
+ * give: a packed unit with a host image has its plain image at `master` from now on, which holds
+ * what the packed one says, bit for bit: as if it had been added with that master, WATCHED. Nothing
+ * is copied again for it. The memory is the caller's, until it is said to have been dropped or the
+ * runtime ends. INVALID_STATE: it has one.
+ *
+ * drop: the master is to go once the packed image says all that it holds; nobody writes it from now
+ * on. Where they differ the image is encoded again before its next use. Values that have no room in
+ * it keep their master. INVALID_STATE: it has none.
+ *
+ * keep: it is not to go any more, since somebody looks at it again. *out_kept: whether the runtime
+ * has it still; where not, both hold the same, and it may be given. Blocks: for a comparison under
+ * way. */
+STH_API sth_status sth_unit_give_master(sth_runtime *runtime, uint32_t unit, const void *master);
+STH_API sth_status sth_unit_drop_master(sth_runtime *runtime, uint32_t unit);
+STH_API sth_status sth_unit_keep_master(sth_runtime *runtime, uint32_t unit, bool *out_kept);
+
+/* The units whose master went since it was asked last, at most `capacity`. Starts the thread that
+ * compares masters which are to go: to be called before each step while there are such.
+ * Threads: any. Blocks: with `wait` for that thread, which ends when nothing is left that may be
+ * the same. Allocates: a thread. */
+STH_API sth_status sth_runtime_dropped_masters(sth_runtime *runtime, bool wait, uint32_t *units,
+                                               uint32_t capacity, uint32_t *out_count);
+
 /* Code of the caller's has run that may have written host images without saying so: WRITABLE and
  * WATCHED units are compared again at their next use. The begin of a step implies it. Threads:
  * any. Blocks: no. */

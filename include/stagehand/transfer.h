@@ -116,7 +116,8 @@ STH_API sth_status sth_transfer_encode(const sth_segment *segments, uint32_t cou
                                        sth_transfer_error *inout_error);
 
 /* Writes into `place` what the packed image says: the reference. Bytes between the segments
- * stay. */
+ * stay. Blocks: computes with a thread for each core, which end with the call, where there is
+ * memory for that. */
 STH_API sth_status sth_transfer_decode(const sth_segment *segments, uint32_t count,
                                        const void *packed, void *place);
 

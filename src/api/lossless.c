@@ -39,7 +39,7 @@ sth_status sth_lossless_bytes(sth_dtype dtype, const void *values, uint64_t coun
 
 uint64_t sth_lossless_estimate(sth_dtype dtype, const void *values, uint64_t count) {
     if ((unsigned)dtype >= STH_DTYPE_COUNT || count > UINT64_MAX / 64) return UINT64_MAX;
-    return values ? sthi_lossless_estimate(dtype, values, count) : count * sthi_dtype_bits(dtype) / 8;
+    return values ? sthi_lossless_estimate(dtype, values, count) : sthi_lossless_usual(dtype, count);
 }
 
 sth_status sth_lossless_pack(sth_dtype dtype, const void *values, uint64_t count, void *packed, uint64_t bytes) {

@@ -5,6 +5,7 @@
 #include "runtime/epoch.h"
 #include "runtime/image.h"
 #include "runtime/lease.h"
+#include "runtime/plain_image.h"
 #include "runtime/report.h"
 #include "runtime/runtime.h"
 #include "runtime/seal.h"
@@ -105,6 +106,31 @@ sth_status sth_unit_mark_written(sth_runtime *runtime, uint32_t unit) {
 sth_status sth_unit_set_host(sth_runtime *runtime, uint32_t unit, const void *host, sth_arena *arena) {
     STHI_TRY(sthi_runtime_usable(runtime));
     return sthi_unit_set_host(runtime, unit, host, arena);
+}
+
+sth_status sth_unit_give_master(sth_runtime *runtime, uint32_t unit, const void *master) {
+    STHI_TRY(sthi_runtime_usable(runtime));
+    return sthi_unit_give_master(runtime, unit, master);
+}
+
+sth_status sth_unit_drop_master(sth_runtime *runtime, uint32_t unit) {
+    STHI_TRY(sthi_runtime_usable(runtime));
+    return sthi_unit_drop_master(runtime, unit);
+}
+
+sth_status sth_unit_keep_master(sth_runtime *runtime, uint32_t unit, bool *out_kept) {
+    STHI_TRY(sthi_runtime_usable(runtime));
+    if (!out_kept) return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "sth_unit_keep_master needs out_kept");
+    return sthi_unit_keep_master(runtime, unit, out_kept);
+}
+
+sth_status sth_runtime_dropped_masters(sth_runtime *runtime, bool wait, uint32_t *units, uint32_t capacity,
+                                       uint32_t *out_count) {
+    STHI_TRY(sthi_runtime_usable(runtime));
+    if ((!units && capacity) || !out_count)
+        return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL,
+                         "sth_runtime_dropped_masters needs addresses for the results");
+    return sthi_runtime_dropped_masters(runtime, wait, units, capacity, out_count);
 }
 
 sth_status sth_runtime_fence(sth_runtime *runtime) {

@@ -51,8 +51,6 @@ sth_status sth_transfer_decode(const sth_segment *segments, uint32_t count, cons
     if (!segments || !place || !packed)
         return sthi_fail(STH_INVALID_ARGUMENT, NULL, 0, NULL, "sth_transfer_decode needs segments and both images");
     STHI_TRY(sthi_segments_check(segments, count, UINT64_MAX, UINT64_MAX, "packed image"));
-    for (uint32_t i = 0; i < count; i++)
-        sthi_segment_decode(&segments[i], packed, 0, 0, sthi_segment_place_bytes(&segments[i]),
-                            (uint8_t *)place + segments[i].place_offset);
+    sthi_segments_decode(segments, count, packed, place, 0);
     return STH_OK;
 }

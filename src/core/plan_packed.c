@@ -3,9 +3,10 @@
  * of the device. It then is one that streams, so that places, loads and their order are found as always, in an input
  * that says which units those are. The same holds for a unit that is EITHER: the input says how it crosses.
  *
- * Of few units every set of them is tried. Of more, all, half or none of those that are EITHER cross packed; then sets
- * that are spread evenly over the order, and fill some shares of the budget, stay packed. A plan is made for each, and
- * the fastest is taken where it is worth it. The more simulations the first of them may make the more sets are tried,
+ * Of few units every set of them is tried. Of more, all or none of those that are EITHER cross packed, or the share at
+ * which the link takes as long as the device, which expands beside its compute; then sets that are spread evenly over
+ * the order, and fill some shares of the budget, stay packed. A plan is made for each, and the fastest is taken where
+ * it is worth it. The more simulations the first of them may make the more sets are tried,
  * so that they take no more than half of its time. Pure: no I/O, no clock. No locks. */
 #include "core/plan.h"
 
@@ -15,11 +16,13 @@
 #include "base/error.h"
 #include "base/memory.h"
 
+enum { FLIPPED = 12 }; /* units or fewer: the choice for each of them is also tried the other way */
 enum { SHARES = 6, FEW_UNITS = 4, FEW_SIMULATIONS = 40, A_SET_IN = 320 /* simulations of the first plan */ };
 /* A plan with more packed units takes this share of the step without them, or less. */
 static const double WORTH_IT = 0.99;
 /* A plan in which all cross as they are may take this much longer: it leaves the device to others. */
 static const double PLAIN_WORTH_IT = 1.005;
+static const double LEAST_ASIDE = 0.1; /* of the share that balances link and device: two more are tried beside it */
 
 typedef struct choice {
     bool *packed, *plain; /* [unit_count], as of a plan */
@@ -53,13 +56,18 @@ static bool any_is(const sth_plan_input *in, bool (*what)(const sth_plan_unit *)
     return any;
 }
 
+static bool is_expanded(const sth_plan_unit *u) {
+    return (u->flags & STH_UNIT_EXPANDED) && u->transfer_bytes && u->transfer_bytes < u->bytes;
+}
+
 /* Before the input is checked. */
 static bool has_choice(const sth_plan_input *in) {
-    return in->units && in->uses && (any_is(in, may_stay) || any_is(in, is_either));
+    return in->units && in->uses && (any_is(in, may_stay) || any_is(in, is_either) || any_is(in, is_expanded));
 }
 
 static bool expands(const sth_plan_input *in, const choice *c, uint32_t unit) {
-    return c->packed[unit] || (is_either(&in->units[unit]) && !c->plain[unit]);
+    if (c->packed[unit]) return true;
+    return is_either(&in->units[unit]) ? !c->plain[unit] : is_expanded(&in->units[unit]);
 }
 
 /* plan: whose loads alone expand; NULL: it is to be made, and each use expands. On success the caller calls
@@ -202,26 +210,75 @@ static sth_status try_every_set(chooser *x, bool *set, bool (*may)(const sth_pla
     return STH_OK;
 }
 
-static void cross_plain(chooser *x, uint32_t one_in) {
-    for (uint32_t i = 0; i < x->w->order_count; i++) x->c.plain[x->w->order[i]] = one_in && i % one_in == 0;
+/* Units with such a share of the bytes, spread over the order, cross plain. */
+static void cross_plain(chooser *x, double share) {
+    double owed = 0;
+    for (uint32_t i = 0; i < x->w->order_count; i++) {
+        uint32_t u = x->w->order[i];
+        double size = (double)x->w->in->units[u].bytes;
+        owed += share * size;
+        x->c.plain[u] = owed >= size / 2;
+        if (x->c.plain[u]) owed -= size;
+    }
 }
 
-/* How units that are EITHER cross. First as it suits the bound of all plans that cross plain. Adds to `tried`. */
+/* What a step takes when all or none cross plain: the link's time and the device's beside the model's compute. */
+typedef struct crossing_times {
+    double plain_ns, packed_ns, expand_ns;
+} crossing_times;
+
+static crossing_times times_of(const sthi_plan_world *w) {
+    const sth_plan_input *in = w->in;
+    double wire = 0, packed = 0, expanded = 0;
+    for (uint32_t i = 0; i < w->order_count; i++) {
+        const sth_plan_unit *u = &in->units[w->order[i]];
+        wire += (double)u->bytes;
+        packed += (double)(is_either(u) ? u->transfer_bytes : u->bytes);
+        if (is_either(u)) expanded += (double)u->bytes;
+    }
+    double room = fmax(0, (double)in->budget - (double)w->fixed_bytes - (double)w->demand_bytes);
+    double streams = wire > 0 ? fmax(0, wire - room) / wire : 0;
+    return (crossing_times){.plain_ns = wire * streams * 1e9 / in->link_bytes_per_s,
+                            .packed_ns = packed * streams * 1e9 / in->link_bytes_per_s,
+                            .expand_ns = expanded * streams * 1e9 / in->expand_bytes_per_s};
+}
+
+/* The share of bytes that cross plain at which the link takes as long as the device: more of it costs the one, less the
+ * other. */
+static double balanced_share(const sthi_plan_world *w, const crossing_times *t) {
+    double gained = t->plain_ns - t->packed_ns + t->expand_ns;
+    return gained > 0 ? ((double)w->compute_ns + t->expand_ns - t->packed_ns) / gained : 1;
+}
+
+/* How units that are EITHER cross: all, none, or as many as make the link and the device take the same time. A plan in
+ * which all cross plain is the one that there is without a choice, and is taken where no other is faster. It is looked
+ * at in any case but where its bytes alone take longer than the best plan. Adds to `tried`. */
 static sth_status try_crossings(chooser *x, uint32_t *tried) {
     const sth_plan_input *in = x->w->in;
-    double wire = 0, room = (double)in->budget - (double)x->w->fixed_bytes - (double)x->w->demand_bytes;
-    for (uint32_t i = 0; i < x->w->order_count; i++) wire += (double)in->units[x->w->order[i]].bytes;
-    double plain_ns = (wire - fmax(0, room)) * 1e9 / in->link_bytes_per_s;
-    bool packed_first = plain_ns > (double)x->w->compute_ns;
+    crossing_times t = times_of(x->w);
+    double share = balanced_share(x->w, &t);
+    bool packed_first = share < 0.5;
     cross_plain(x, packed_first ? 0 : 1);
     STHI_TRY(try_choice(x, in->most_simulations, 1));
-    if (packed_first ? plain_ns < PLAIN_WORTH_IT * (double)x->best->prediction.step_ns : waits(x)) {
-        cross_plain(x, packed_first ? 1 : 0);
-        STHI_TRY(try_choice(x, FEW_SIMULATIONS, packed_first ? PLAIN_WORTH_IT : WORTH_IT));
-        cross_plain(x, 2);
+    if (!packed_first && !waits(x)) return STH_OK;
+    double aside = fmax(LEAST_ASIDE, 1.0 / (x->w->order_count + 1));
+    for (int i = -1; i <= 1; i++) {
+        double near = share + i * aside;
+        if (near <= 0 || near >= 1) continue;
+        cross_plain(x, near);
         STHI_TRY(try_choice(x, FEW_SIMULATIONS, WORTH_IT));
-        *tried += 2;
+        ++*tried;
     }
+    for (uint32_t i = 0; i < x->w->order_count && x->w->order_count <= FLIPPED; i++) {
+        go_on_from_best(x);
+        x->c.plain[x->w->order[i]] = !x->c.plain[x->w->order[i]];
+        STHI_TRY(try_choice(x, FEW_SIMULATIONS, WORTH_IT));
+    }
+    if (packed_first && t.plain_ns >= PLAIN_WORTH_IT * (double)x->best->prediction.step_ns) return STH_OK;
+    cross_plain(x, packed_first ? 1 : 0);
+    STHI_TRY(try_choice(x, packed_first ? in->most_simulations : FEW_SIMULATIONS,
+                        packed_first ? PLAIN_WORTH_IT : WORTH_IT));
+    ++*tried;
     return STH_OK;
 }
 

@@ -15,6 +15,7 @@ void sthi_sim_options_init(sth_sim_options *options) {
         .memory_bytes = (uint64_t)8 << 30,
         .copy_latency_ns = 2000,
         .poison = true,
+        .expand_bytes_per_s = UINT64_C(1024) * 1000 * 1000 * 1000,
     };
 }
 

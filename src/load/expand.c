@@ -16,6 +16,7 @@
 #include "device/four_bits.h"
 #include "load/copy.h"
 #include "load/events.h"
+#include "load/expand_rate.h"
 #include "load/names.h"
 #include "load/pieces.h"
 #include "load/stages.h"
@@ -83,9 +84,11 @@ typedef struct arriving {
 static sth_status expand_all(sth_runtime *rt, const sthi_unit *u, const arriving *a, sth_devptr stage,
                              sth_devptr place, sth_stream on) {
     sthi_devspan *span = sthi_devspan_begin(rt->device, on, STHI_TRACK_EXPAND, rt->name, u->name, a->place_bytes);
+    bool timed = sthi_expand_rate_begin(rt, a->place_bytes, on);
     sth_status rc = STH_OK;
     for (uint32_t i = 0; i < a->count && rc == STH_OK; i++)
         if (expand(rt, &a->segments[i], stage - a->from, place, on) != STH_OK) rc = name_expansion(u, &a->segments[i]);
+    if (timed) sthi_expand_rate_end(rt, on);
     sthi_devspan_end(span, on);
     return rc;
 }

@@ -7,6 +7,7 @@
 
 #include "device/four_bits.h"
 #include "load/charge.h"
+#include "load/expand_rate.h"
 #include "load/memory.h"
 #include "load/pieces.h"
 #include "load/room.h"
@@ -102,6 +103,7 @@ void sthi_stages_free(sth_runtime *rt) {
 }
 
 void sthi_expand_close(sth_runtime *rt) {
+    sthi_expand_rate_close(rt);
     if (rt->expand.stream) STHI_DEV(rt, stream_destroy, rt->expand.stream);
     rt->expand.stream = 0;
     for (uint32_t i = 0; i < STHI_MOST_STAGES; i++) {

@@ -262,6 +262,16 @@ uint64_t sthi_lossless_estimate(sth_dtype dtype, const void *values, uint64_t el
     return sthi_lossless_pays(packed, plain) ? packed : plain;
 }
 
+uint64_t sthi_lossless_usual(sth_dtype dtype, uint64_t elements) {
+    uint64_t plain = elements * sthi_dtype_bits(dtype) / 8;
+    switch ((int)dtype) {
+    case STH_DTYPE_BF16: return (uint64_t)((double)plain * 0.71);
+    case STH_DTYPE_F16: return (uint64_t)((double)plain * 0.9);
+    case STH_DTYPE_F32: return (uint64_t)((double)plain * 0.86);
+    default: return plain;
+    }
+}
+
 /* ---- whole arrays */
 
 /* Behind the last element stand elements of the first exponent of the table, which is never an escape. */

@@ -17,6 +17,8 @@ uint64_t sthi_exponents_choose(const sthi_exponents *e, uint8_t table[STHI_TABLE
 
 /* Bytes that so many values take in segments, from samples; their own where it does not pay. */
 uint64_t sthi_lossless_estimate(sth_dtype dtype, const void *values, uint64_t elements);
+/* The same of values that are not known: what weights usually take. */
+uint64_t sthi_lossless_usual(sth_dtype dtype, uint64_t elements);
 
 /* Packs into `bytes` bytes at `packed` (sthi_lossless_has_size()). False where there are
  * more escapes than have room; `packed` is then of no use. */

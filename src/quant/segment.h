@@ -50,4 +50,11 @@ void sthi_segment_decode_part(const sth_segment *s, const sthi_segment_parts *pa
 /* The same from a packed image of which the first byte here is `packed_begin`. */
 void sthi_segment_decode(const sth_segment *s, const uint8_t *packed, uint64_t packed_begin, uint64_t begin,
                          uint64_t end, void *out);
+
+/* All of them into a place, by threads that end with the call (0: one for each core). */
+void sthi_segments_decode(const sth_segment *s, uint32_t count, const void *packed, void *place,
+                          uint32_t threads);
+/* Whether the place has what the packed image says, bit for bit, where segments are. As above. */
+sth_status sthi_segments_same(const sth_segment *s, uint32_t count, const void *packed, const void *place,
+                              uint32_t threads, bool *out_same);
 #endif

@@ -193,7 +193,7 @@ static void number(sthi_bundles *b, maker *m) {
         b->units[n].transfer_bytes += in->units[i].transfer_bytes;
         if (m->size[head] < 2) {
             b->units[n].packed_bytes = in->units[i].packed_bytes;
-            b->units[n].flags |= in->units[i].flags & STH_UNIT_EITHER;
+            b->units[n].flags |= in->units[i].flags & (STH_UNIT_EITHER | STH_UNIT_EXPANDED);
             continue;
         }
         b->place[i] = (uint32_t)(m->rt->units[i].host - m->lowest[head]);

@@ -33,6 +33,7 @@ static sth_plan_unit plan_unit(const sth_runtime *rt, const sthi_unit *u) {
     if (u->writes.written) flags |= STH_UNIT_WRITTEN;
     if (sthi_lies_at_rest(rt, u)) flags |= STH_UNIT_PRESENT;
     if (sthi_may_cross_plain(rt, u)) flags |= STH_UNIT_EITHER;
+    if (sthi_packed_on_link(rt, u) && !u->encoded.plain) flags |= STH_UNIT_EXPANDED;
     uint64_t wire = sthi_min_u64(sthi_wire_bytes_packed(rt, u), u->bytes);
     return (sth_plan_unit){.bytes = u->bytes, .flags = flags, .transfer_bytes = wire,
                            .packed_bytes = aside ? 0 : sthi_stays_bytes(rt, (uint32_t)(u - rt->units))};
@@ -93,6 +94,7 @@ void sthi_plan_input(const sth_runtime *rt, sth_plan_input *in) {
     in->use_count = rt->order.count;
     in->budget = sthi_budget_for_units(rt);
     in->link_bytes_per_s = rt->link.rate > 0 ? rt->link.rate : 1e10; /* parked since it was sealed: not measured yet */
+    if (rt->expand.rate.bytes_per_s > 0) in->expand_bytes_per_s = rt->expand.rate.bytes_per_s;
     in->disk_bytes_per_s = rt->reads.rate;
     in->read_ahead_bytes = rt->slabs.count * rt->copies.chunk;
     in->least_ring_bytes = sthi_max_u64(room_beside_held(rt), room_for_guesses(rt, in->budget));

@@ -19,6 +19,7 @@
 #include "runtime/geometry.h"
 #include "runtime/graph.h"
 #include "runtime/news.h"
+#include "runtime/plain_image.h"
 #include "runtime/publish.h"
 #include "runtime/share/give.h"
 #include "runtime/share/join.h"
@@ -148,6 +149,7 @@ void sthi_runtime_destroy(sth_runtime *rt) {
     sthi_cond_broadcast(&rt->changed);
     while (rt->callers) sthi_cond_wait(&rt->changed, &rt->lock);
     sthi_unlock(&rt->lock);
+    sthi_masters_close(rt);
     sthi_residency_retire(rt);
     sthi_staging_stop(rt);
     sthi_lock(&rt->lock);

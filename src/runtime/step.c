@@ -7,6 +7,7 @@
 #include "base/invariant.h"
 #include "load/charge.h"
 #include "load/awaited.h"
+#include "load/expand_rate.h"
 #include "load/issue.h"
 #include "load/queue.h"
 #include "load/read/keep.h"
@@ -93,7 +94,8 @@ sth_status sthi_without_plan(sth_runtime *rt, sth_status rc) {
 /* The plan is being looked at for all that is known. */
 static void forget_news(sth_runtime *rt) {
     if (rt->writes.fresh) rt->writes.look_at = rt->step.number + WRITES_AGAIN;
-    rt->timing.fresh = rt->link.watch.changed = rt->writes.fresh = false;
+    rt->timing.fresh = rt->link.watch.changed = rt->writes.fresh = rt->expand.rate.changed = false;
+    rt->expand.rate.planned = rt->expand.rate.bytes_per_s;
 }
 
 sth_status sthi_plan_again(sth_runtime *rt) {
@@ -193,6 +195,7 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     rt->program.cursor = 0;
     bool stray = strayed(rt, whole), writes = rt->writes.fresh && rt->step.number >= rt->writes.look_at;
     bool learnt = rt->order.recorded && (!recorded || epoch != rt->order.epoch);
+    sthi_expand_rate_read(rt);
     if (learnt) sthi_timing_harvest(rt, true); /* a plan for a new order is worth the wait for its times */
     else sthi_timing_harvest_idle(rt);
     if (sthi_closing_idle(rt)) {
@@ -202,7 +205,7 @@ sth_status sthi_step_end_locked(sth_runtime *rt) {
     rt->planned.hurry = learnt;
     if (rc == STH_OK && rt->planned.again) rc = sthi_plan_again(rt);
     else if (rc == STH_OK && !rt->program.on) sthi_program_reset(rt);
-    else if (rc == STH_OK && (stray || rt->link.watch.changed || writes ||
+    else if (rc == STH_OK && (stray || rt->link.watch.changed || rt->expand.rate.changed || writes ||
                               (rt->timing.fresh && power_of_two(rt->timing.seen)))) {
         bool changed;
         rc = improve(rt, stray, &changed);

@@ -2,6 +2,7 @@
  * bytes. */
 #ifndef STHI_STATE_COPIES_H
 #define STHI_STATE_COPIES_H
+#include "base/thread.h"
 #include "conductor/arbiter.h"
 #include "stagehand/backend.h"
 #include "stagehand/budget.h"
@@ -42,6 +43,18 @@ typedef struct sthi_stage {
     bool used, unsure;       /* unsure: `emptied` is not recorded behind its last expansion */
 } sthi_stage;
 
+#define STHI_EXPAND_RATE_GUESSED 1e12 /* bytes of places in a second, until it is measured */
+
+/* load/expand_rate.c */
+typedef struct sthi_expand_rate {
+    sth_event *events[2];    /* round the expansion that is timed */
+    bool timed;              /* both are recorded and not read yet */
+    uint64_t bytes, longest; /* of its place; of any that was seen */
+    double bytes_per_s;      /* 0: nothing was measured */
+    double planned;          /* what the plan in force was priced with; 0: STHI_EXPAND_RATE_GUESSED */
+    bool changed;            /* another one since */
+} sthi_expand_rate;
+
 /* load/stages.c, load/expand.c */
 typedef struct sthi_expansion {
     sth_stream stream;       /* 0: nothing is expanded on the device */
@@ -54,6 +67,9 @@ typedef struct sthi_expansion {
     uint32_t count;          /* the last one is for loads on demand, the others for planned loads */
     sthi_stage stage[STHI_MOST_STAGES];
     uint32_t next_stage;
+    sthi_expand_rate rate;
+    bool comparing, has_thread; /* masters with images: the thread is at it; it is to be joined */
+    sthi_thread comparer;
 } sthi_expansion;
 
 /* What is copied at once: [begin, begin + bytes) of a place from [from, from + from_bytes) of its source. */

@@ -21,12 +21,17 @@ typedef struct sthi_kept {
     uint64_t left;           /* chunks that are not there yet */
 } sthi_kept;
 
+/* Whether a packed unit's master is to go (runtime/plain_image.c). */
+typedef enum sthi_drop { STHI_DROP_NOT, STHI_DROP_ASKED, STHI_DROP_COMPARED, STHI_DROP_GONE } sthi_drop;
+
 /* A packed image, beside the master that it was encoded from (load/repack.c). */
 typedef struct sthi_encoded {
     uint64_t print;          /* the master's fingerprint then */
     bool stale;              /* the master was written since */
     bool plain;              /* the image has no room for what was written: the master crosses as it is */
     bool crosses_plain;      /* the plan's choice: the master is copied into the place, as it is */
+    sthi_drop drop;
+    uint8_t tries;           /* to drop it, since that was asked for */
 } sthi_encoded;
 
 /* The packed image on the device, from which loads are expanded (load/stays.c, load/expand.c). */

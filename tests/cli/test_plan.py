@@ -220,6 +220,19 @@ def test_measured_rates_take_the_place_of_the_tables() -> None:
                                                  "--budget", "4GB")["prediction"]["step_ms"]
 
 
+def test_packed_weights_take_less_ram_and_auto_is_never_slower_than_plain() -> None:
+    for model, card in (("flux", "rtx4070"), ("llama8b", "rtx4090"), ("llama8b", "rtx3060")):
+        told = {kind: named(model, "--card", card, "--budget", "6GB", "--transfer", kind)
+                for kind in ("plain", "lossless", "auto")}
+        ram = {kind: plan["host_bytes"] / plan["model"]["bytes"] for kind, plan in told.items()}
+        step = {kind: plan["prediction"]["step_ms"] for kind, plan in told.items()}
+        assert ram["plain"] == 1 and ram["lossless"] < 0.9 and ram["auto"] <= 1.0, ram
+        assert step["auto"] <= 1.006 * min(step["plain"], step["lossless"]), step
+    assert step["lossless"] < 0.8 * step["plain"], step  # one token: the link is the bound
+    expect(stagehand("plan", "flux", "--card", "rtx4070", "--transfer", "lossless"), OK, "packed as weights")
+    expect(stagehand("plan", "flux", "--card", "rtx4070", "--transfer", "zip"), USAGE, "lossless", "'zip'")
+
+
 def test_mistakes_with_cards() -> None:
     expect(stagehand("plan", "--card", "rtx4079"), USAGE, "rtx4079", "did you mean", "rtx3060")
     expect(stagehand("plan", "fluks", "--card", "rtx4070"), USAGE, "did you mean 'flux'")

@@ -250,6 +250,81 @@ static void samples_of_four_to_six_that_may_cross_either_way(void **state) {
     print_tally("more units, either way");
     assert_int_equal(bad, 0);
 }
+/* Whatever the rates: a choice is never slower than none, in which all cross as they are. */
+static void a_choice_of_crossings_is_never_slower_than_none(void **state) {
+    (void)state;
+    uint64_t chance = 4711;
+    long faster = 0, plain = 0;
+    for (int i = 0; i < 400; i++) {
+        enum { MOST = 40 };
+        sth_plan_unit units[MOST] = {0}, as_they_are[MOST] = {0};
+        sth_plan_use uses[MOST] = {0};
+        sth_plan_input in;
+        sth_plan_input_init(&in);
+        in.unit_count = in.use_count = 5 + (uint32_t)next_chance(&chance, MOST - 5);
+        uint64_t all = 0;
+        for (uint32_t u = 0; u < in.unit_count; u++) {
+            units[u].bytes = as_they_are[u].bytes = (1 + next_chance(&chance, 64)) * UNIT_BYTES;
+            units[u].flags = STH_UNIT_EITHER;
+            units[u].transfer_bytes = units[u].bytes * 7 / 10;
+            uses[u] = (sth_plan_use){.unit = u, .compute_ns = (int64_t)next_chance(&chance, 4000000)};
+            all += units[u].bytes;
+        }
+        in.uses = uses;
+        in.budget = all * (20 + next_chance(&chance, 70)) / 100;
+        in.link_bytes_per_s = UNIT_BYTES * (1e9 / UNIT_NS) * (double)(1 + next_chance(&chance, 8)) / 2;
+        in.expand_bytes_per_s = in.link_bytes_per_s * (double)(1 + next_chance(&chance, 40));
+        in.copy_overhead_ns = 0;
+        in.chunk_bytes = 8 * UNIT_BYTES;
+        sth_plan *chosen = NULL, *none = NULL;
+        in.units = as_they_are;
+        sth_status status = sth_plan_create(&in, &none);
+        if (status == STH_BUDGET_TOO_SMALL) continue;
+        assert_ok(status);
+        in.units = units;
+        assert_ok(sth_plan_create(&in, &chosen));
+        if ((double)chosen->prediction.step_ns > 1.006 * (double)none->prediction.step_ns)
+            fail_msg("input %d: %lld ns where plain takes %lld", i, (long long)chosen->prediction.step_ns,
+                     (long long)none->prediction.step_ns);
+        faster += chosen->prediction.step_ns < none->prediction.step_ns;
+        plain += !chosen->prediction.expand_ns;
+        sth_plan_destroy(chosen);
+        sth_plan_destroy(none);
+    }
+    assert_true(faster > 50 && plain > 50);
+}
+/* Units that always cross packed are priced: what expands takes the device, and nothing else changes. */
+static void expansions_without_a_choice_are_priced(void **state) {
+    (void)state;
+    uint64_t chance = 815;
+    for (int i = 0; i < 100; i++) {
+        enum { UNITS = 12 };
+        sth_plan_unit units[UNITS] = {0};
+        sth_plan_use uses[UNITS] = {0};
+        sth_plan_input in;
+        sth_plan_input_init(&in);
+        for (uint32_t u = 0; u < UNITS; u++) {
+            units[u].bytes = (1 + next_chance(&chance, 30)) * UNIT_BYTES;
+            units[u].transfer_bytes = units[u].bytes * 7 / 10;
+            units[u].flags = STH_UNIT_EXPANDED;
+            uses[u] = (sth_plan_use){.unit = u, .compute_ns = UNIT_NS * (int64_t)(1 + next_chance(&chance, 30))};
+        }
+        in.units = units, in.uses = uses, in.unit_count = in.use_count = UNITS;
+        in.budget = 120 * UNIT_BYTES, in.copy_overhead_ns = 0, in.chunk_bytes = 4 * UNIT_BYTES;
+        in.link_bytes_per_s = UNIT_BYTES * (1e9 / UNIT_NS);
+        in.expand_bytes_per_s = in.link_bytes_per_s * (double)(1 + next_chance(&chance, 20));
+        sth_plan *plan = NULL;
+        sth_status status = sth_plan_create(&in, &plan);
+        if (status == STH_BUDGET_TOO_SMALL) continue;
+        assert_ok(status);
+        int64_t expands = 0;
+        for (uint32_t k = 0; k < plan->load_count; k++)
+            expands += (int64_t)((double)units[plan->loads[k].unit].bytes * 1e9 / in.expand_bytes_per_s + 0.5);
+        assert_int_equal(plan->prediction.expand_ns, expands);
+        assert_true(plan->prediction.step_ns >= plan->prediction.compute_ns + expands);
+        sth_plan_destroy(plan);
+    }
+}
 /* Some, and all, units may stay packed. Few: every set of them is tried. */
 static void grid_of_up_to_three_that_may_stay_packed(void **state) {
     (void)state;
@@ -401,6 +476,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(samples_of_four_to_seven_that_may_stay_packed),
         cmocka_unit_test(grid_of_up_to_three_that_may_cross_either_way),
         cmocka_unit_test(samples_of_four_to_six_that_may_cross_either_way),
+        cmocka_unit_test(a_choice_of_crossings_is_never_slower_than_none),
+        cmocka_unit_test(expansions_without_a_choice_are_priced),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

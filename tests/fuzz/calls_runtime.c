@@ -184,6 +184,18 @@ static void set_host(calls *c, calls_runtime *r) {
     CALLS_TRY(sth_unit_set_host(calls_or_null(c, r->runtime), unit, calls_or_null_const(c, host), in));
 }
 
+static void masters(calls *c, calls_runtime *r) {
+    sth_runtime *on = calls_or_null(c, r->runtime);
+    uint32_t units[4], count;
+    bool kept;
+    switch (calls_byte(c) % 4) {
+    case 0: CALLS_TRY(sth_unit_give_master(on, any_unit(c, r), calls_or_null_const(c, calls_images))); break;
+    case 1: CALLS_TRY(sth_unit_drop_master(on, any_unit(c, r))); break;
+    case 2: CALLS_TRY(sth_unit_keep_master(on, any_unit(c, r), calls_or_null(c, &kept))); break;
+    default: CALLS_TRY(sth_runtime_dropped_masters(on, calls_byte(c) & 1, units, 4, calls_or_null(c, &count)));
+    }
+}
+
 static void ask(calls *c, calls_runtime *r) {
     sth_runtime *on = calls_or_null(c, r->runtime);
     sth_unit_stats unit;
@@ -286,7 +298,7 @@ void calls_on_runtime(calls *c) {
     case 4: CALLS_TRY(sth_runtime_poll(on)); break;
     case 5: CALLS_TRY(sth_runtime_gather(on, calls_bytes(c, CALLS_MEMORY))); break;
     case 6: CALLS_TRY(sth_unit_mark_written(on, any_unit(c, r))); break;
-    case 7: set_host(c, r); break;
+    case 7: calls_once_in(c, 3) ? masters(c, r) : set_host(c, r); break;
     case 8: CALLS_TRY(sth_runtime_fence(on)), CALLS_TRY(sth_step_mark_backward(on, calls_byte(c) & 1)); break;
     case 9: CALLS_TRY(sth_runtime_synchronize(on)), CALLS_TRY(sth_runtime_pass_end(on)); break;
     case 10: CALLS_TRY(sth_runtime_set_budget(on, calls_bytes(c, CALLS_MEMORY))); break;

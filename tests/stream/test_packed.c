@@ -4,6 +4,7 @@
 #include "base/memory.h"
 #include "runtime/check.h"
 #include "runtime/lease.h"
+#include "runtime/plain_image.h"
 #include "runtime/report.h"
 #include "runtime/runtime.h"
 #include "runtime/verify.h"
@@ -367,6 +368,81 @@ static void none_stays_packed_where_compute_is_the_bound(void **state) {
     world_close(&w);
 }
 
+static uint32_t dropped(world *w) {
+    uint32_t units[MANY], count = 0;
+    assert_ok(sthi_runtime_dropped_masters(w->runtime, true, units, MANY, &count));
+    for (uint32_t i = 0; i < count; i++) assert_null(w->runtime->units[units[i]].master);
+    return count;
+}
+
+/* At rest a packed image is all that there is of a unit. Its plain one comes back as it was, is
+ * seen when it is written, and goes again once the packed one says all of it: never before, and not
+ * at all where that has no room. */
+static void plain_images_come_and_go(void **state) {
+    (void)state;
+    world w;
+    world_spec spec = many(614000);
+    spec.read_only = false;
+    spec.flags = STH_UNIT_WATCHED;
+    assert_ok(world_open(&w, &spec));
+    for (uint8_t version = 1; version < 5; version++) {
+        bool wild = version == 3, kept;
+        sound_steps(&w, many_order, 2);
+        for (uint32_t i = 0; i < MANY; i += 2) assert_ok(sthi_unit_drop_master(w.runtime, i));
+        uint32_t gone = dropped(&w);
+        if (wild || version == 1) assert_int_equal(gone, MANY / 2);
+        sound_steps(&w, many_order, 3);
+        for (uint32_t i = 0; i < MANY; i += 2) {
+            assert_ok(sthi_unit_keep_master(w.runtime, i, &kept));
+            assert_int_equal(kept, w.runtime->units[i].master != NULL);
+            if (!kept) assert_ok(sthi_unit_give_master(w.runtime, i, w.image[i]));
+            assert_status(sthi_unit_give_master(w.runtime, i, w.image[i]), STH_INVALID_STATE);
+        }
+        sound_steps(&w, many_order, 2);
+        for (uint32_t i = 0; i < MANY; i++) world_fill(&w, i, wild ? WORLD_WILD : version);
+        for (uint32_t i = 0; i < MANY; i += 2) assert_ok(sthi_unit_drop_master(w.runtime, i));
+        assert_int_equal(dropped(&w), 0); /* none says it yet */
+        for (int k = 0; k < 6; k++) {
+            sound_steps(&w, many_order, 1);
+            gone = dropped(&w);
+            if (wild) assert_int_equal(gone, 0);
+        }
+        sound_steps(&w, many_order, 1);
+        for (uint32_t i = 0; i < MANY; i += 2) {
+            if (!wild) assert_null(w.runtime->units[i].master);
+            if (!w.runtime->units[i].master) assert_ok(sthi_unit_give_master(w.runtime, i, w.image[i]));
+        }
+    }
+    assert_status(sthi_unit_drop_master(w.runtime, 1), STH_INVALID_ARGUMENT); /* it is not packed */
+    world_close(&w);
+}
+
+/* Plans price expansions as the device makes them: beside a device that is slow at it all cross as they are, though
+ * packed ones would be the faster for the link. */
+static void the_rate_of_expansions_is_measured(void **state) {
+    (void)state;
+    static const uint64_t rates[] = {UINT64_C(1000000000000), UINT64_C(3000000000)};
+    for (int i = 0; i < 2; i++) {
+        sth_sim_options sim;
+        sth_sim_options_init(&sim);
+        sim.virtual_time = true;
+        sim.link_bytes_per_s = UINT64_C(4000000000);
+        sim.copy_latency_ns = 1;
+        sim.expand_bytes_per_s = rates[i];
+        world w;
+        world_spec spec = many(400000);
+        spec.either = true;
+        assert_ok(sthi_device_open("sim", &sim, &spec.device));
+        assert_ok(world_open(&w, &spec));
+        (void)moved_by(&w, 100);
+        double measured = w.runtime->expand.rate.bytes_per_s;
+        assert_true(measured > 0.8 * (double)rates[i] && measured < 1.2 * (double)rates[i]);
+        assert_int_equal(crossing_plain(&w), i ? MANY / 2 : 0);
+        world_close(&w);
+        sthi_device_release(spec.device);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_use_sees_what_its_packed_image_says),
@@ -380,6 +456,8 @@ int main(void) {
         cmocka_unit_test(packed_units_give_way_to_another_model_and_come_back),
         cmocka_unit_test(units_cross_as_it_suits_the_bound),
         cmocka_unit_test(none_stays_packed_where_compute_is_the_bound),
+        cmocka_unit_test(plain_images_come_and_go),
+        cmocka_unit_test(the_rate_of_expansions_is_measured),
         cmocka_unit_test(bad_segments_are_refused),
     };
     return cmocka_run_group_tests_name("packed", tests, NULL, NULL);

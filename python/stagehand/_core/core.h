@@ -239,6 +239,7 @@ PyObject *anything_mapped(PyObject *module, PyObject *none);
 PyObject *arena_print(PyObject *module, PyObject *args);
 PyObject *tells_writes(PyObject *module, PyObject *none);
 PyObject *written_pages(PyObject *module, PyObject *args);
+PyObject *exchange_unless(PyObject *module, PyObject *args);
 PyObject *same_memory(PyObject *module, PyObject *args);
 
 /* faults.c, for the tests */

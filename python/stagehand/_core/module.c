@@ -92,7 +92,7 @@ static PyMethodDef functions[] = {
     {"lossless_estimate", lossless_estimate, METH_VARARGS,
      "lossless_estimate(dtype, address, count, /)\n--\n\n"
      "Bytes of values at an address in lossless segments, from samples; their own where that is not less by\n"
-     "a tenth."},
+     "a tenth. Address 0: as weights usually are."},
     {"transfer_segments", transfer_segments, METH_VARARGS,
      "transfer_segments(tensors, /)\n--\n\n"
      "Segments that are laid out already: each (encoding, dtype, offset in the place, rows, columns,\n"
@@ -114,10 +114,12 @@ static PyMethodDef functions[] = {
      "room: the budget, an int, with which the model, wrapped anew, has so many bytes for places.\n"
      "Raises InvalidArgumentError."},
     {"first_residents", first_residents, METH_VARARGS,
-     "first_residents(units, budget, /)\n--\n\n"
+     "first_residents(units, budget, stage_bytes, less, /)\n--\n\n"
      "Which units a plan on the order given, with no compute times known, would keep on the device: a list\n"
      "of bools. units: (bytes, UNIT_ flags, bytes over the link or 0, bytes on the device where it may stay\n"
-     "packed there or 0); one that stays packed is False. Raises StagehandOOMError."},
+     "packed there or 0); one that stays packed is False. A budget that\n"
+     "does not hold all has room for so many bytes of stages, too, and is smaller by the less-th part of the rest, if\n"
+     "less is not 0. Raises StagehandOOMError."},
     {"choose_trainables", (PyCFunction)(void (*)(void))choose_trainables, METH_VARARGS | METH_KEYWORDS,
      "choose_trainables(weights, *, room=0, slack=0, link_bytes_per_s=0, wanted=False)\n--\n\n"
      "(for each weight the name of its home, a key of HOMES, bytes on the device) of weights that are\n"
@@ -176,6 +178,10 @@ static PyMethodDef functions[] = {
      "written_pages(address, nbytes, /)\n--\n\n"
      "Ranges (begin, end) of addresses in a private mapping whose pages were written since it was made;\n"
      "None: this system does not tell. address: a multiple of the page size."},
+    {"exchange_unless", exchange_unless, METH_VARARGS,
+     "exchange_unless(list, function, a, b, class_a, class_b, /)\n--\n\n"
+     "If the list is empty: calls function(a, b), which is no code of Python's, and gives both their classes, without\n"
+     "another thread in between. Whether it did."},
     {"same_memory", same_memory, METH_VARARGS,
      "same_memory(address, address, nbytes, /)\n--\n\nWhether two ranges of host memory hold the same bytes."},
     {"_fault_arm", fault_arm, METH_VARARGS,

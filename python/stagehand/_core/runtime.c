@@ -393,6 +393,67 @@ static PyObject *runtime_set_host(PyObject *op, PyObject *args, PyObject *kwargs
     return result;
 }
 
+static PyObject *runtime_give_master(PyObject *op, PyObject *args) {
+    runtime_object *self = (runtime_object *)op;
+    uint32_t unit;
+    uint64_t master;
+    sth_status status;
+    if (!PyArg_ParseTuple(args, "O&O&:give_master", to_u32, &unit, to_u64, &master)) return NULL;
+    if (!guard_enter(&self->guard)) return NULL;
+    WITHOUT_GIL(status, sth_unit_give_master(self->runtime, unit, (const void *)(uintptr_t)master));
+    PyObject *result = none_or_raise(status);
+    guard_leave(&self->guard);
+    return result;
+}
+
+static PyObject *runtime_drop_master(PyObject *op, PyObject *args) {
+    runtime_object *self = (runtime_object *)op;
+    uint32_t unit;
+    sth_status status;
+    if (!PyArg_ParseTuple(args, "O&:drop_master", to_u32, &unit) || !guard_enter(&self->guard)) return NULL;
+    WITHOUT_GIL(status, sth_unit_drop_master(self->runtime, unit));
+    PyObject *result = none_or_raise(status);
+    guard_leave(&self->guard);
+    return result;
+}
+
+static PyObject *runtime_keep_master(PyObject *op, PyObject *args) {
+    runtime_object *self = (runtime_object *)op;
+    uint32_t unit;
+    bool kept = false;
+    sth_status status;
+    if (!PyArg_ParseTuple(args, "O&:keep_master", to_u32, &unit) || !guard_enter(&self->guard)) return NULL;
+    WITHOUT_GIL(status, sth_unit_keep_master(self->runtime, unit, &kept));
+    PyObject *result = status == STH_OK ? PyBool_FromLong(kept) : raise_status(status);
+    guard_leave(&self->guard);
+    return result;
+}
+
+static PyObject *runtime_dropped_masters(PyObject *op, PyObject *args) {
+    runtime_object *self = (runtime_object *)op;
+    enum { AT_ONCE = 64 };
+    uint32_t units[AT_ONCE], count = 0;
+    int wait;
+    sth_status status = STH_OK;
+    if (!PyArg_ParseTuple(args, "p:dropped_masters", &wait) || !guard_enter(&self->guard)) return NULL;
+    PyObject *list = PyList_New(0);
+    while (list) {
+        WITHOUT_GIL(status, sth_runtime_dropped_masters(self->runtime, wait, units, AT_ONCE, &count));
+        for (uint32_t i = 0; list && status == STH_OK && i < count; i++) {
+            PyObject *unit = PyLong_FromUnsignedLong(units[i]);
+            if (!unit || PyList_Append(list, unit) != 0) Py_CLEAR(list);
+            Py_XDECREF(unit);
+        }
+        if (status != STH_OK || count < AT_ONCE) break;
+    }
+    if (status != STH_OK) {
+        Py_CLEAR(list);
+        raise_status(status);
+    }
+    guard_leave(&self->guard);
+    return list;
+}
+
 static NUMBER_METHOD(runtime_set_budget, 64, runtime_core, runtime_guard, sth_runtime_set_budget)
 
 static bool parse_time(PyObject *value, int64_t *out) {
@@ -516,6 +577,19 @@ static PyMethodDef runtime_methods[] = {
     {"set_host", KEYWORDS(runtime_set_host),
      "set_host(unit, host, arena)\n--\n\n"
      "The unit's bytes are at the address `host` in `arena` from now on; the old image is let go of."},
+    {"give_master", runtime_give_master, METH_VARARGS,
+     "give_master(unit, master, /)\n--\n\n"
+     "The plain image of a packed unit is at the address `master` from now on, with the values of the packed one."},
+    {"drop_master", runtime_drop_master, METH_VARARGS,
+     "drop_master(unit, /)\n--\n\n"
+     "The unit's master, which nobody writes from now on, is to go once the packed image says all that it holds."},
+    {"keep_master", runtime_keep_master, METH_VARARGS,
+     "keep_master(unit, /)\n--\n\n"
+     "It is not to go any more. Whether it is there still; else it may be given."},
+    {"dropped_masters", runtime_dropped_masters, METH_VARARGS,
+     "dropped_masters(wait, /)\n--\n\n"
+     "The numbers of units whose master went since it was asked last. Sees to those that are to go; wait: until a\n"
+     "thread has looked at all of them."},
     {"fence", runtime_fence, METH_NOARGS,
      "fence()\n--\n\n"
      "Host images may have been written without a word: watched units are compared again at their next\n"

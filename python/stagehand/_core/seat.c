@@ -64,6 +64,7 @@ int sitter_current(const sitter_object *self, PyObject *master) {
     long long version = number_in(PyObject_GetAttr(master, name__version));
     if (version == -1 && PyErr_Occurred()) return -1;
     if (version != mark->version) return 0;
+    if (mark->address == FOLDED_ADDRESS) return 1; /* its data changes by unfolding alone, which gives another one */
     PyObject *address = PyObject_CallMethodObjArgs(master, name_data_ptr, NULL);
     if (!address) return -1;
     unsigned long long at = PyLong_AsUnsignedLongLong(address);

@@ -18,6 +18,9 @@ typedef struct here_object {
     int saving;
 } here_object;
 
+/* Of a weight without memory, where addresses of masters are compared: folded.ADDRESS. */
+#define FOLDED_ADDRESS 1
+
 /* What a master looked like when its bytes were last known to be those of the image: the base of Entry. */
 typedef struct mark_object {
     PyObject ob_base;

@@ -175,17 +175,32 @@ PyObject *transfer_encode(PyObject *module, PyObject *args) {
     return status == STH_OK ? Py_BuildValue("(dd)", error.error, error.reference) : raise_status(status);
 }
 
+/* Leaves the segments that begin in [begin, end) of the place, which begins at `begin` then. Returns their number. */
+static uint32_t cut_out(sth_segment *segments, uint32_t count, uint64_t begin, uint64_t end) {
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        if (segments[i].place_offset < begin || segments[i].place_offset >= end) continue;
+        segments[kept] = segments[i];
+        segments[kept++].place_offset -= begin;
+    }
+    return kept;
+}
+
 PyObject *transfer_decode(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *packed;
-    uint64_t image, place;
+    uint64_t image, place, begin = 0, end = UINT64_MAX;
     sth_segment *segments;
     uint32_t count;
-    sth_status status;
-    if (!PyArg_ParseTuple(args, "OO&O&:transfer_decode", &packed, to_u64, &image, to_u64, &place)) return NULL;
+    sth_status status = STH_OK;
+    if (!PyArg_ParseTuple(args, "OO&O&|O&O&:transfer_decode", &packed, to_u64, &image, to_u64, &place, to_u64, &begin,
+                          to_u64, &end))
+        return NULL;
     if (!unpack_segments(packed, &segments, &count)) return NULL;
+    count = cut_out(segments, count, begin, end);
     Py_BEGIN_ALLOW_THREADS
-    status = sth_transfer_decode(segments, count, (const void *)(uintptr_t)image, (void *)(uintptr_t)place);
+    if (count)
+        status = sth_transfer_decode(segments, count, (const void *)(uintptr_t)image, (void *)(uintptr_t)place);
     Py_END_ALLOW_THREADS
     PyMem_Free(segments);
     if (status != STH_OK) return raise_status(status);
@@ -226,8 +241,9 @@ static PyObject *residents(sth_plan_unit *units, sth_plan_use *uses, uint32_t co
 PyObject *first_residents(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *given, *result = NULL;
-    uint64_t budget;
-    if (!PyArg_ParseTuple(args, "OO&:first_residents", &given, to_u64, &budget)) return NULL;
+    uint64_t budget, stages, less, sum = 0;
+    if (!PyArg_ParseTuple(args, "OO&O&O&:first_residents", &given, to_u64, &budget, to_u64, &stages, to_u64, &less))
+        return NULL;
     PyObject *items = PySequence_Tuple(given);
     if (!items) return NULL;
     Py_ssize_t count = PyTuple_Size(items);
@@ -236,6 +252,11 @@ PyObject *first_residents(PyObject *module, PyObject *args) {
     bool valid = units && uses;
     if (!valid) PyErr_NoMemory();
     for (Py_ssize_t i = 0; valid && i < count; i++) valid = parse_unit(PyTuple_GetItem(items, i), &units[i]);
+    for (Py_ssize_t i = 0; valid && i < count; i++) sum += units[i].bytes;
+    if (sum > budget) { /* else all stay, and nothing is expanded */
+        budget = budget > stages ? budget - stages : 0;
+        budget -= less ? budget / less : 0;
+    }
     if (valid) result = residents(units, uses, (uint32_t)count, budget);
     else if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "units are tuples");
     PyMem_Free(units);

@@ -23,10 +23,10 @@ AUTO = "auto"  # LOSSLESS, and each plan chooses which units cross so and which 
 ENCODINGS = (LOSSLESS, AUTO, "int8", "fp8", "int4")
 NO_GAIN = "it would not shrink by a tenth"
 LESS_ROOM = 16
+TOGETHER = 256 << 20  # bytes of images in one arena
 LEAST_ELEMENTS = 4096  # smaller weights gain nothing
 TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-USUAL_SHARE = {"F32": 0.86, "BF16": 0.71, "F16": 0.9}  # of its bytes that a tensor of weights takes losslessly packed
 
 
 def check_encoding(value) -> str | None:
@@ -47,15 +47,11 @@ class Packed:
     largest: int  # most bytes of a segment
     names: list[str]  # of the tensors in it that are packed
     address: int = 0
+    arena: _core.Arena | None = None
     error: float = 0.0  # relative, of all of them together
 
-    @property
-    def most(self) -> int:
-        """Bytes that it takes at most."""
-        return self.nbytes
-
     def encode(self, place: int, arena) -> None:
-        self.address = arena.reserve(self.nbytes)
+        self.arena, self.address = arena, arena.reserve(self.nbytes)
         error, reference = _core.transfer_encode(self.segments, place, self.address)
         self.error = math.sqrt(error / reference) if reference else 0.0
 
@@ -68,16 +64,8 @@ class Lossless(Packed):
     tensors: list = field(default_factory=list)  # as for _core.transfer_layout
     piece: int = 0
 
-    @property
-    def most(self) -> int:
-        return _core.transfer_most(self.tensors, self.piece)[0]
-
     def fit(self, place: int) -> None:
         self.segments, self.nbytes, self.largest = _core.transfer_layout(self.tensors, self.piece, place)
-
-    def encode(self, place: int, arena) -> None:
-        self.fit(place)
-        super().encode(place, arena)
 
 
 @dataclass
@@ -87,11 +75,13 @@ class Quantised:
     encoding: str | None
     packed: dict[int, Packed] = field(default_factory=dict)  # id(unit) -> its image
     left: dict[str, str] = field(default_factory=dict)  # parameter name -> why it crosses in full
-    arena: _core.Arena | None = None  # of the images
+    arena: _core.Arena | None = None  # that images go into
+    room: int = 0  # left in it
     either: bool = False
 
     def __post_init__(self):
         self.encoding = check_encoding(self.encoding)
+        self.folds = self.encoding == LOSSLESS  # images take the place of plain ones
         self.either = self.encoding == AUTO  # masters are pinned beside their packed images
         if self.either:
             self.encoding = LOSSLESS
@@ -129,16 +119,13 @@ class Quantised:
         if not any(isinstance(image, Packed) for image in images):
             return
         sizes = [(unit.nbytes, _core.UNIT_KEEP if id(unit) in session.needs.keeps else 0,
-                  min(unit.nbytes, image.nbytes) if image else 0, self._may_stay(unit, image))
+                  min(unit.nbytes, image.nbytes) if image else 0,
+                  min(unit.nbytes, round_up(image.nbytes)) if isinstance(image, Packed) and not self.rounds else 0)
                  for unit, image in zip(streamed, images)]
-        room = session.budget - session.stay.reserved
-        if sum(size[0] for size in sizes) <= room:
-            keep = [True] * len(sizes)
-        else:
-            room = max(0, room - session.needs.stages * _largest(images))
-            if not self.rounds:
-                room -= room // LESS_ROOM  # later plans may have less, and units without an image cross in full
-            keep = _core.first_residents(sizes, room)
+        stages = session.needs.stages * max((image.largest for image in images if image), default=0)
+        # Later plans may have less, and units without an image cross in full.
+        keep = _core.first_residents(sizes, max(0, session.budget - session.stay.reserved), stages,
+                                     0 if self.rounds else LESS_ROOM)
         for unit, packed, resident in zip(streamed, images, keep):
             if not isinstance(packed, Packed):
                 continue
@@ -146,10 +133,6 @@ class Quantised:
                 self.left.update((name, "it stays on the device") for name in packed.names)
             else:
                 self.packed[id(unit)] = packed
-
-    def _may_stay(self, unit, image) -> int:
-        """Bytes on the device of a unit that may stay there packed; 0: it may not."""
-        return min(unit.nbytes, round_up(image.nbytes)) if isinstance(image, Packed) and not self.rounds else 0
 
     def segment(self, session, weight, owners: list) -> bytes | None:
         """How a weight that streams may cross the link packed, for the core's budget_advice; None: it crosses as it is.
@@ -215,20 +198,23 @@ class Quantised:
     # ------------------------------------------------------------------ filling
 
     def fill(self, session) -> None:
-        """Makes the arena of all packed images, and encodes those whose values are in files. Masters in RAM follow one
-        by one, as they enter theirs (`encode`)."""
-        units = [unit for unit in session.units if self.of(unit)]
-        if not units:
-            return
-        self.arena = _core.Arena(session.target.core, sum(round_up(self.of(unit).most) for unit in units),
-                                 pinned_most=session.takeover.may_pin())
+        """Encodes images whose values are in files. Those of masters in RAM follow one by one (`encode`)."""
+        units = [unit for unit in session.units if self.of(unit) and unit.in_file]
         for unit in over(f"stagehand: packing {session.name}", units, lambda unit: unit.nbytes):
-            if unit.in_file:
-                self._encode_from_file(session, unit)
+            self._encode_from_file(session, unit)
 
-    def encode(self, unit, place: int) -> None:
-        """place: address of an image of the unit's place."""
-        self.of(unit).encode(place, self.arena)
+    def encode(self, session, unit, place: int) -> None:
+        """place: address of an image of the unit's place. Images lie together in arenas, each of which goes with its
+        last one."""
+        packed = self.of(unit)
+        if isinstance(packed, Lossless):
+            packed.fit(place)
+        if self.room < round_up(packed.nbytes):
+            self.finish()
+            self.room = max(TOGETHER, round_up(packed.nbytes))
+            self.arena = _core.Arena(session.target.core, self.room, pinned_most=session.takeover.may_pin())
+        self.room -= round_up(packed.nbytes)
+        packed.encode(place, self.arena)
 
     def _encode_from_file(self, session, unit) -> None:
         place = torch.zeros(unit.nbytes, dtype=torch.uint8, device="cpu")
@@ -244,16 +230,22 @@ class Quantised:
                 del self.packed[id(unit)]
                 self.left.update((name, NO_GAIN) for name in packed.names)
                 return
-        self.encode(unit, place.data_ptr())
+        self.encode(session, unit, place.data_ptr())
 
     def finish(self) -> None:
-        """All images are filled: what is left of the arena is pinned."""
+        """Images that are there are pinned."""
         if self.arena is not None:
             self.arena.finish()
 
-    def let_go(self) -> None:
-        """The session has ended."""
+    def arenas(self) -> list[_core.Arena]:
+        """Those of the images, each once."""
+        return list({id(packed.arena): packed.arena for packed in self.packed.values() if packed.arena}.values())
+
+    def forget(self, unit) -> None:
+        """Its image is of no use any more."""
         self.arena = None
+        if self.of(unit) is not None:
+            self.of(unit).arena = None
 
     def refuse_training(self, unit, entry) -> None:
         if unit.packed:
@@ -297,14 +289,10 @@ def _in_one_row(entry) -> tuple:
 def _estimate(unit, entry) -> int:
     """Bytes that a tensor takes losslessly packed; its own where packing gains less than a tenth. From samples of its
     values where they are in RAM as they will be in the place."""
-    dtype, data = DTYPES[entry.dtype], entry.param.data
-    if unit.in_file or data.device.type != "cpu" or data.dtype != entry.dtype or not data.is_contiguous():
-        return int(entry.nbytes * USUAL_SHARE[dtype])
-    return _core.lossless_estimate(dtype, data.data_ptr(), data.numel())
-
-
-def _largest(images: list) -> int:
-    return max((image.largest for image in images if image), default=0)
+    data = entry.param.data
+    there = not unit.in_file and data.device.type == "cpu" and data.dtype == entry.dtype and data.is_contiguous()
+    return _core.lossless_estimate(DTYPES[entry.dtype], data.data_ptr() if there else 0,
+                                   entry.nbytes // entry.dtype.itemsize)
 
 
 def _owners(session) -> dict[int, list]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .._torch import torch
 from ..errors import StagehandError
-from ..weights.fileweight import FileWeight
+from ..weights.fileweight import Unheld
 from ..weights.guarded import other_offloading
 from ..weights.hooks import ManagedForward, ModulePlan
 from ..weights.units import Storages, Unit, full_name, owned, plain_reason
@@ -17,7 +17,7 @@ nn = torch.nn
 
 def will_cast(param, dtype: torch.dtype | None) -> bool:
     """Whether a model that is wrapped with this dtype has the parameter cast to it."""
-    return (dtype is not None and not isinstance(param, FileWeight) and param.is_floating_point()
+    return (dtype is not None and not isinstance(param, Unheld) and param.is_floating_point()
             and param.dtype != dtype and type(param.data) is torch.Tensor)
 
 

@@ -37,10 +37,9 @@ class Takeover:
     """What a session does to a model that it takes over, and how it is undone."""
 
     # Of its session.
-    USES = """choice.may_map choice.note choice.streamed dtype images.master_view inference_mode model name
+    USES = """choice.may_map choice.note choice.streamed dtype images.fold images.master_view inference_mode model name
         needs.keeps needs.piece_bytes opened options plans quantised regions.find source stay.away stay.is_placed
-        stay.place stay.watch_calls
-        tables.is_aside tables.of target trained.idle units"""
+        stay.place stay.watch_calls tables.is_aside tables.of target trained.idle units"""
 
     def __init__(self, session) -> None:
         self._session = session
@@ -191,10 +190,12 @@ class Takeover:
             frozen = [unit for unit in plain if self._session.inference_mode or not unit.writable]
             common = self._fill_common(frozen, originals)
             plain = [unit for unit in plain if not unit.common]
-            masters = self._fill(packed, [], originals, self.may_pin() if self._quantised.either else 0)
+            masters = self._fill(packed, [], originals, self.may_pin()) if self._quantised.either else None
+            for unit in self._over([] if self._quantised.either else packed):
+                self._fill([unit], [], originals, 0)  # its memory goes where it is folded
             self._quantised.finish()
             weights = self._fill(plain, self._session.trained.idle if self._units else [], originals, self.may_pin())
-        for arena in (common, weights, masters if self._quantised.either else None, self._quantised.arena):
+        for arena in (common, weights, masters, *self._quantised.arenas()):
             if arena is not None and arena.pin_error:
                 warnings.warn(
                     f"stagehand: {_core.format_size(arena.bytes - arena.pinned_bytes)} of the weights could "
@@ -210,11 +211,11 @@ class Takeover:
         for unit in streamed:
             packed = self._quantised.of(unit)
             if packed is not None:
-                flags = 0 if unit.in_file else _core.UNIT_WATCHED
+                flags = 0 if unit.in_file or unit.folded else _core.UNIT_WATCHED
                 if self._quantised.either and not unit.in_file and unit.arena.pinned_bytes == unit.arena.bytes:
                     flags |= _core.UNIT_EITHER
-                where = {"host": packed.address, "arena": self._quantised.arena, "segments": packed.segments,
-                         "packed_bytes": packed.nbytes, "master": unit.base}
+                where = {"host": packed.address, "arena": packed.arena, "segments": packed.segments,
+                         "packed_bytes": packed.nbytes, "master": unit.base}  # a folded one has none
             elif unit.in_file:
                 flags, where = 0, self._source.ranges(unit, self._session.needs.piece_bytes)
             else:
@@ -245,24 +246,25 @@ class Takeover:
         most = self._session.options.get("ram_budget")
         if not most or any(unit.in_file for unit in self._units):
             return NO_BOUND
-        packed = self._quantised.arena
-        return max(0, most - (packed.pinned_bytes if packed is not None else 0))
+        return max(0, most - sum(arena.pinned_bytes for arena in self._quantised.arenas()))
 
     def _fill(self, units: list[Unit], idle: list[Unit], originals: Dropper, pinned: int) -> _core.Arena | None:
         """An arena with the masters of the units, and with room for those of idle ones. pinned: most bytes of them to
-        pin; 0 where they are encoded from there and not copied."""
+        pin; 0 where they are encoded from there and not copied. Folded ones have left it."""
         if not (units or idle):
             return None
         arena = _core.Arena(self._target.core, sum(unit.nbytes for unit in (*units, *idle)), pinned_most=pinned)
         for unit in (*units, *idle):
             unit.arena, unit.base = arena, arena.reserve(unit.nbytes)
-        for unit in self._over(units):
+        for unit in self._over(units) if len(units) > 1 else units:
             for entry in unit.entries:
                 old = self._host_bytes(entry)
                 arena.write(unit.base + entry.offset, old[0].data_ptr(), entry.nbytes)
                 originals.drop(self._move_master(unit, entry, old))
             if self._quantised.of(unit):
-                self._quantised.encode(unit, unit.base)
+                self._quantised.encode(self._session, unit, unit.base)
+                if self._quantised.folds:
+                    self._session.images.fold(unit)
         arena.finish()
         return arena
 

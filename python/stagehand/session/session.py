@@ -38,6 +38,7 @@ from ..weights.images import Images
 from ..weights.leased import MASTER, device_copy
 from ..weights.listed import Listed
 from ..weights.saved import SAVING
+from ..weights.folded import address_of
 from ..weights.units import DLPACK, Unit
 from . import ending, optimizers, registrations
 from .advice import advised
@@ -300,6 +301,7 @@ class Session(NotCopied):
         self.tables.end()
         if self.core is not None:
             self.core.close()
+        self.images.end_folding()
         if failed:
             taken.undo()
         else:
@@ -309,7 +311,6 @@ class Session(NotCopied):
         self.stay.watch_no_calls()
         self.images.let_go()
         self.trained.let_go()
-        self.quantised.let_go()
 
     # ------------------------------------------------------------------ leases
 
@@ -372,7 +373,7 @@ class Session(NotCopied):
         if sitter is not None and not sitter.entry.is_cast:
             unit, entry = sitter.unit, sitter.entry
             master = entry.param
-            if master._version != entry.version or master.data_ptr() != entry.address or entry.written:
+            if master._version != entry.version or address_of(master) != entry.address or entry.written:
                 self.images.renew(unit, entry)
             frame[sitter.key] = device_copy(
                 raw(self.core.acquire(unit.index, stream, entry.view)), master, quiet, plain)
@@ -521,7 +522,7 @@ class Session(NotCopied):
 
     def arenas(self) -> list[_core.Arena]:
         """Host memory of weights in RAM, each once."""
-        found = (*(unit.arena for unit in (*self.units, *self.trained.idle)), self.quantised.arena)
+        found = (*(unit.arena for unit in (*self.units, *self.trained.idle)), *self.quantised.arenas())
         return list({id(arena): arena for arena in found if arena is not None}.values())
 
     @apart_from_caller

@@ -40,8 +40,7 @@ class Staying:
     USES = """budget check_process closed core finding local model name regions.look_again simulated steps.backwards
         steps.both_locks steps.close_step steps.has_graph steps.is_open steps.lock steps.pass_lock steps.passing
         steps.under_way streaming tables.beside tables.come tables.leave tables.nbytes takeover.managed_ids
-        takeover.unmanaged_to_host takeover.wrappers target trained.beside trained.taken units
-        writes.outside"""
+        takeover.unmanaged_to_host takeover.wrappers target trained.beside trained.taken units writes.outside"""
 
     def __init__(self, session) -> None:
         self._session = session

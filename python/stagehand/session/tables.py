@@ -17,10 +17,9 @@ class Tables:
     """The tables of a session, and the pool that their rows come to."""
 
     # Of its session.
-    USES = """budget captures.capturing choice.looks_up choice.owners choice.storages choice.weights closed
-        core images.renew inference_mode name needs.piece_bytes needs.stage_bytes options plans quantised simulated
-        source stay.away stay.settle_pool steps.is_open steps.lock steps.passing streaming target trained.taken
-        units"""
+    USES = """budget captures.capturing choice.looks_up choice.owners choice.storages choice.weights closed core
+        images.renew inference_mode name needs.piece_bytes needs.stage_bytes options plans quantised simulated source
+        stay.away stay.settle_pool steps.is_open steps.lock steps.passing streaming target trained.taken units"""
 
     def __init__(self, session) -> None:
         self._session = session

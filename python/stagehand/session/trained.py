@@ -54,10 +54,9 @@ class Trained:
 
     # Of its session.
     USES = """budget choice.note_anew choice.set_aside choice.take_in core images.is_shared images.put inference_mode
-        mark_trained model needs.room_for plans quantised regions.look_again stay.away stay.reserved
-        steps.backwards steps.graphs_alive steps.passing streaming tables.has
-        takeover.leave_plans_without_weights takeover.to_device takeover.to_host target units unlist
-        writes.count_anew writes.look_at_owners"""
+        mark_trained model needs.room_for plans quantised regions.look_again stay.away stay.reserved steps.backwards
+        steps.graphs_alive steps.passing streaming tables.has takeover.leave_plans_without_weights takeover.to_device
+        takeover.to_host target units unlist writes.count_anew writes.look_at_owners"""
 
     def __init__(self, session, mode: str) -> None:
         self._session = session

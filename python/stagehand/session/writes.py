@@ -32,11 +32,10 @@ class Writes:
     """What a session does about changes of the model's parameters."""
 
     # Of its session.
-    USES = """captures.capturing casts.uncast choice.add_plan choice.note_anew closed core
-        images.follow_masters images.put images.renew images.write_master inference_mode local mark_written model
-        plans quantised regions.look_again simulated stay.away stay.has_data_on_host stay.place
-        stay.outside_bytes stay.reserve steps.passing
-        streaming tables.stays tables.synchronize takeover.unmanaged takeover.wrap_module
+    USES = """captures.capturing casts.uncast choice.add_plan choice.note_anew closed core images.follow_masters
+        images.put images.renew images.unfold images.write_master inference_mode local mark_written model plans
+        quantised regions.look_again simulated stay.away stay.has_data_on_host stay.place stay.outside_bytes
+        stay.reserve steps.passing streaming tables.stays tables.synchronize takeover.unmanaged takeover.wrap_module
         trained.give_way trained.outgrown units unlist"""
 
     def __init__(self, session) -> None:
@@ -304,6 +303,7 @@ class Writes:
         twins = [dict.get(other.masters, name) for other, name in left]
         twins = [t for t in twins if isinstance(t, nn.Parameter) and t is not value and t.data_ptr() == value.data_ptr()
                  and t.shape == value.shape and t.dtype == value.dtype and t.stride() == value.stride()]
+        session.images.unfold(unit)
         for known in [id(old) for old in (entry.param, *entry.twins)]:  # nobody may hold the old ones below
             self._masters.pop(known, None)
             session.unlist(known)

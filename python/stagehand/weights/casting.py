@@ -20,7 +20,7 @@ import sys
 from .._torch import same_bits, torch, transforming, undisturbed
 from ..errors import StagehandError
 from ..managed import runtime_of
-from .fileweight import FileWeight
+from .fileweight import Unheld
 from .saved import in_backward
 from .units import Entry, Unit, refuse_data
 
@@ -101,7 +101,7 @@ class Casts:
             return False
         plans = [plan for plan in map(self._plans.get, map(id, module.modules())) if plan is not None]
         return all(type(entry) is Entry and not entry.twins and entry.dtype in _FLOATS
-                   and not isinstance(entry.param, FileWeight)
+                   and not isinstance(entry.param, Unheld)
                    for plan in plans for _, entry in plan.managed.values())
 
     def makes_smaller(self, module: nn.Module, new_dtype) -> bool:

@@ -22,6 +22,30 @@ UNPACK = ("is a weight of a packed file and cannot be written: unpack the file (
 UNMAPPED = "was loaded with map=False, reads its file and cannot be written: load with map=True to change its weights"
 
 
+class Unheld(Copied, torch.Tensor):
+    """A Parameter whose values no memory of the host holds as they are."""
+
+    __slots__ = ()
+    _is_param = True  # what makes isinstance(weight, nn.Parameter) hold
+
+    def now(self) -> torch.Tensor:
+        """The values as a plain tensor."""
+        raise NotImplementedError
+
+    def plain_copy(self) -> nn.Parameter:
+        """A Parameter with the values, in memory of its own."""
+        if observed():
+            with aside():
+                return self.plain_copy()
+        values = self.now().clone() if torch.Tensor.data_ptr(self) else self.now()
+        param = nn.Parameter(values, requires_grad=self.requires_grad)
+        param.__dict__.update(self.__dict__)
+        return param
+
+    def __reduce_ex__(self, protocol):
+        return self.plain_copy().__reduce_ex__(protocol)
+
+
 class ReadOnly(torch.Tensor):
     """A tensor that has its values from a function when an operator asks for them, and that cannot be written."""
 
@@ -68,9 +92,9 @@ class ReadOnly(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs, schema = kwargs or {}, func._schema
-        written = _writes_to(schema, args, kwargs)
-        if written is not None:
-            raise StagehandError(f"{written._name} {written._unlock}", object=written._name)
+        for written in writes_to(schema, args, kwargs):
+            if isinstance(written, ReadOnly) and not written.data_ptr():
+                raise StagehandError(f"{written._name} {written._unlock}", object=written._name)
         sources = [value for value in _pytree.tree_leaves((args, kwargs)) if isinstance(value, ReadOnly)]
         args, kwargs = _pytree.tree_map_only(ReadOnly, ReadOnly.now, (args, kwargs))
         out = func(*args, **kwargs)
@@ -80,24 +104,10 @@ class ReadOnly(torch.Tensor):
         return _pytree.tree_map_only(torch.Tensor, lambda part: _seen(sources[0], part), out)
 
 
-class FileWeight(Copied, ReadOnly):
+class FileWeight(ReadOnly, Unheld):
     """shape, dtype: of the values. Its strides are those of a contiguous tensor."""
 
     __slots__ = ()
-    _is_param = True  # what makes isinstance(weight, nn.Parameter) hold
-
-    def plain_copy(self) -> nn.Parameter:
-        """A Parameter with the values, in memory of its own."""
-        if observed():
-            with aside():
-                return self.plain_copy()
-        values = self.now().clone() if self.data_ptr() else self.now()
-        param = nn.Parameter(values, requires_grad=self.requires_grad)
-        param.__dict__.update(self.__dict__)
-        return param
-
-    def __reduce_ex__(self, protocol):
-        return self.plain_copy().__reduce_ex__(protocol)
 
 
 def _seen(source: ReadOnly, values: torch.Tensor) -> ReadOnly:
@@ -105,16 +115,13 @@ def _seen(source: ReadOnly, values: torch.Tensor) -> ReadOnly:
     return ReadOnly.over(source._name, values.shape, values.dtype, lambda: values, values.stride(), source._unlock)
 
 
-def _writes_to(schema, args, kwargs) -> ReadOnly | None:
-    """The tensor of a file that an operator would write."""
+def writes_to(schema, args, kwargs):
+    """The tensors that an operator would write."""
     for index, argument in enumerate(schema.arguments if schema.is_mutable else ()):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[index] if index < len(args) else kwargs.get(argument.name)
-        for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, ReadOnly) and not tensor.data_ptr():
-                return tensor
-    return None
+        yield from value if isinstance(value, (list, tuple)) else (value,)
 
 
 def make_plain(model: nn.Module, chosen) -> list[tuple]:

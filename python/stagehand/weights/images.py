@@ -5,6 +5,11 @@ weight stays where it is, so that both go on seeing one memory. The image has a 
 as a whole before each pass. Once nobody else holds the memory the weight moves into the image. An image that somebody
 still holds (`keep = p.data`) stays as it is, and the unit gets another one.
 
+The packed image of a losslessly packed unit takes the place of its plain one: the unit is *folded*, and its weights
+have no memory (folded.py). It unfolds once somebody looks at one of them otherwise than by an operator, and folds again
+before a pass, once nobody has the memory. Its plain image goes when the packed one says all of it, which the core
+finds out beside the passes.
+
 A weight that streams from a file lies in a private mapping of that file. The kernel tells which pages were
 written (hostmem.py), in whatever way. The unit of such a weight moves to an image in RAM. A weight that other ranks
 hold, too (docs/distributed.md), lies in a private view of memory that all of them have, and leaves it in the same way.
@@ -20,8 +25,8 @@ import warnings
 from .. import _core
 from .._torch import raw, torch, undisturbed, view
 from ..errors import StagehandError, some_of
-from . import relocate
-from .fileweight import FileWeight
+from . import folded, relocate
+from .fileweight import FileWeight, Unheld
 from .hooks import MappedEmbedding
 from .units import NO_BOUND, Entry, Unit, held_elsewhere, refuse_data, storage_of
 
@@ -36,7 +41,7 @@ class Images:
     """Keeps the images and the masters of a session the same."""
 
     # Of its session.
-    USES = """casts.forget_cast casts.take_other_dtype core mark_written opened quantised source
+    USES = """casts.forget_cast casts.take_other_dtype core inference_mode mark_written opened quantised source
         steps.wait_for_lookups tables.moved takeover.wrappers target units writes.entry_of"""
 
     def __init__(self, session) -> None:
@@ -47,6 +52,8 @@ class Images:
         self._apart: list[tuple] = []  # (unit, entry) of masters outside their image
         self.lock = threading.RLock()
         self.moved_to_ram: dict[str, int] = {}  # unit of a file that was written -> bytes of its image
+        self._unfolded: list[Unit] = []  # that were folded, and have weights with memory now
+        self._folding: dict[int, Unit] = {}  # by index: folded ones that have their plain image still
 
     def renew(self, unit: Unit, entry) -> None:
         """The master was written or given other data: the image has its bytes now, and the device's copy is renewed at
@@ -69,6 +76,7 @@ class Images:
         session.mark_written(unit)
 
     def _renew(self, unit: Unit, entry) -> None:
+        self.unfold(unit)
         strangers = [p for p in _masters(entry) if p.data_ptr() != entry.address]
         if strangers:
             self._check_given(entry, strangers)
@@ -83,6 +91,8 @@ class Images:
 
     def follow_masters(self) -> None:
         """Before a pass: what was written in a file's mapping, or in memory that a weight shares with somebody."""
+        if self._unfolded or self._folding:
+            self._fold_again()
         if self._apart:
             with self.lock, undisturbed():
                 for unit, entry in list(self._apart):
@@ -140,6 +150,7 @@ class Images:
 
     def put(self, unit: Unit, entry) -> None:
         """The entry's masters have memory outside the image, whose bytes are the entry's from now on."""
+        self.unfold(unit)
         if unit.common or entry.storage is not None and not entry.storage.expired():
             if unit.common or self._lies_apart(unit, entry):  # else it came there with another of its unit
                 self._new_image(unit)
@@ -150,7 +161,7 @@ class Images:
     def is_shared(self, unit: Unit, entry) -> bool:
         """Whether the master has been given memory that somebody else may write. It has to stay there, so that both go
         on seeing one memory."""
-        return self._session.opened and self._lies_apart(unit, entry) and held_elsewhere(
+        return self._session.opened and not unit.folded and self._lies_apart(unit, entry) and held_elsewhere(
             entry.param, self._mates(entry.param))
 
     def _lies_apart(self, unit: Unit, entry) -> bool:
@@ -191,7 +202,7 @@ class Images:
         storage = param.untyped_storage()._cdata
         mates = {id(p): p for unit in self._units if not unit.packed for entry in unit.entries
                  for p in _masters(entry)}
-        return sum(not isinstance(p, FileWeight) and p.untyped_storage()._cdata == storage for p in mates.values())
+        return sum(not isinstance(p, Unheld) and p.untyped_storage()._cdata == storage for p in mates.values())
 
     def _follow(self, unit: Unit, entry) -> None:
         differed = self._copy_in(unit, entry)
@@ -262,6 +273,7 @@ class Images:
 
     def write_image(self, unit: Unit, entry, data: torch.Tensor) -> None:
         """The image gets these values."""
+        self.unfold(unit)
         if unit.common:
             self._new_image(unit)
         if data.device.type != "cpu":
@@ -278,6 +290,81 @@ class Images:
         self.write_image(unit, entry, data)
         if self._lies_apart(unit, entry):
             entry.param.data.copy_(data)
+
+
+    # ------------------------------------------------------------------ folding
+
+    def fold(self, unit: Unit) -> None:
+        """The unit's weights have no memory any more: its packed image has their values. Not where somebody else has a
+        part in the memory of one."""
+        packed, weights = self._session.quantised.of(unit), unit.masters()
+        if unit.folded or unit.wrapping or not all(self._may_fold(unit, *weight) for weight in weights):
+            return
+        home = folded.Home(self, unit, packed, raw(unit.arena.tensor(unit.base, unit.nbytes)))
+        for number, (entry, param) in enumerate(weights):
+            if not folded.fold(param, home, entry.offset):
+                for entry, param in weights[:number]:
+                    folded.give(param, self.master_view(unit, entry))
+                return
+        for entry in unit.entries:
+            entry.storage = None
+            entry.remember()
+        unit.folded = home
+        if unit.index < 0:  # its packed image was just made of the plain one
+            self._drop_plain(unit)
+        else:
+            self._session.core.drop_master(unit.index)
+            self._folding[unit.index] = unit
+
+    def _may_fold(self, unit: Unit, entry, param) -> bool:
+        trains = param.requires_grad and not self._session.inference_mode
+        known = type(entry) is Entry and not entry.is_lasting() and not (unit.index >= 0 and entry.changed())
+        return not trains and known and not self._lies_apart(unit, entry) and folded.may_fold(param)
+
+    def _drop_plain(self, unit: Unit) -> None:
+        unit.folded.plain, unit.arena, unit.base = None, None, 0
+
+    def unfold(self, unit: Unit) -> None:
+        """The unit's weights have memory, and are its masters."""
+        if not unit.folded:
+            return
+        with self.lock, undisturbed():
+            home = unit.folded
+            if home is None:
+                return  # another thread was at it
+            home.over = True
+            if home.plain is None:
+                unit.arena = _core.Arena(self._session.target.core, unit.nbytes, pinned_most=0)
+                unit.base = unit.arena.reserve(unit.nbytes)
+                _core.transfer_decode(home.packed.segments, home.packed.address, unit.base)
+                unit.arena.finish()
+            if unit.index >= 0 and not (self._folding.pop(unit.index, None) and
+                                        self._session.core.keep_master(unit.index)):
+                self._session.core.give_master(unit.index, unit.base)
+            unit.folded = None
+            for entry, param in unit.masters():
+                if isinstance(param, folded.Folded):
+                    folded.give(param, self.master_view(unit, entry))
+            for entry in [entry for entry in unit.entries if isinstance(entry.param, folded.Unfolded)]:
+                entry.storage = storage_of(entry.param)
+                entry.remember()
+            self._unfolded.append(unit)
+
+    def _fold_again(self, wait: bool = False) -> None:
+        with self.lock, undisturbed():
+            for unit in self._unfolded:
+                self.fold(unit)
+            self._unfolded = [unit for unit in self._unfolded if not unit.folded]
+            for index in self._session.core.dropped_masters(wait) if self._folding else ():
+                self._drop_plain(self._folding.pop(index))
+
+    def end_folding(self) -> None:
+        """The core is closed: all weights are Parameters like others."""
+        for unit in self._units:
+            self.unfold(unit)
+            self._session.quantised.forget(unit)
+            for _, param in unit.masters():
+                param.__class__ = torch.nn.Parameter if type(param) is folded.Unfolded else type(param)
 
 
 def _masters(entry) -> tuple:

@@ -23,7 +23,8 @@ from .._torch import (
     view,
 )
 from ..errors import StagehandError
-from .fileweight import FileWeight
+from .fileweight import Unheld
+from .folded import Home, address_of
 from .leased import device_copy
 
 nn = torch.nn
@@ -66,16 +67,16 @@ class Entry(_core.Mark):
     def remember(self) -> None:
         self.writes += self.written
         self.written = False
-        self.address = self.param.data_ptr()
+        self.address = address_of(self.param)
         self.version = self.param._version
-        self.twin_marks = [(twin.data_ptr(), twin._version) for twin in self.twins]
+        self.twin_marks = [(address_of(twin), twin._version) for twin in self.twins]
 
     def changed(self) -> bool:
         """Whether a master was written, as far as version counters tell, or given other memory."""
         param = self.param
-        if param._version != self.version or param.data_ptr() != self.address or self.written:
+        if param._version != self.version or address_of(param) != self.address or self.written:
             return True
-        return bool(self.twins) and self.twin_marks != [(twin.data_ptr(), twin._version) for twin in self.twins]
+        return bool(self.twins) and self.twin_marks != [(address_of(twin), twin._version) for twin in self.twins]
 
     def over(self, base: torch.Tensor, master: nn.Parameter, quiet: bool, plain: bool) -> nn.Parameter:
         """What a call sees in place of `master`, which has these bytes. base: a tensor over the unit's place, or, where
@@ -119,7 +120,7 @@ class Entry(_core.Mark):
 
     def values(self) -> torch.Tensor:
         """The master's, in host memory and the image's dtype."""
-        if isinstance(self.param, FileWeight):
+        if isinstance(self.param, Unheld):
             return self.param.now()
         return self.param.data if self.at_home is None else self.param.data.to(self.dtype)
 
@@ -166,6 +167,7 @@ class Unit:
     arena: _core.Arena | None = None  # that holds it
     in_file: bool = False  # its bytes come from a checkpoint's files, not from the arena
     packed: bool = False  # and they are fewer than those of the place
+    folded: Home | None = None  # its packed image is all that its weights have (folded.py)
 
     def add(self, name: str, param: torch.Tensor, kind=Entry, dtype: torch.dtype | None = None) -> Entry:
         """dtype: as for `Entry.lay`."""
@@ -178,6 +180,10 @@ class Unit:
     def weights(self) -> list:
         """Its entries as the model has them: not parts of a weight, but that."""
         return [entry for entry in self.entries if entry.whole is None] + self.wrapping
+
+    def masters(self) -> list[tuple]:
+        """(entry, Parameter) of all that have its bytes."""
+        return [(entry, param) for entry in self.entries for param in (entry.param, *entry.twins)]
 
     def pageable(self) -> bool:
         """Whether it may have to be staged: a part of its arena is not pinned."""
@@ -228,7 +234,7 @@ def as_text(name: str) -> str:
 
 def plain_reason(param: nn.Parameter) -> str:
     """Why a parameter's bytes cannot be moved as bytes; "" when they can."""
-    if isinstance(param, FileWeight):
+    if isinstance(param, Unheld):
         return ""
     data = param.data
     if type(data) is not torch.Tensor:
@@ -265,7 +271,7 @@ class Storages:
         params += others
         seen = set()
         for param in params:
-            if id(param) in seen or param.is_meta or isinstance(param, FileWeight):
+            if id(param) in seen or param.is_meta or isinstance(param, Unheld):
                 continue
             if type(param.data) is not torch.Tensor:
                 continue
@@ -295,7 +301,7 @@ class Storages:
         return False
 
     def _mates(self, param: nn.Parameter) -> list[nn.Parameter]:
-        if param.is_meta or isinstance(param, FileWeight):
+        if param.is_meta or isinstance(param, Unheld):
             return []
         return self._by_storage.get(param.untyped_storage()._cdata, [])
 

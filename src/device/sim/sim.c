@@ -18,7 +18,7 @@ static sth_status check_options(int index, const sth_sim_options *o) {
                          "there is one simulated device, not a number %d; "
                          "open \"sim\"",
                          index);
-    if (o->memory_bytes == 0 || o->copy_latency_ns < 0 || o->copy_latency_ns > SIM_LONGEST_NS)
+    if (o->memory_bytes == 0 || !o->expand_bytes_per_s || o->copy_latency_ns < 0 || o->copy_latency_ns > SIM_LONGEST_NS)
         return sthi_fail(STH_INVALID_ARGUMENT, "sim", 0, "sth_sim_options",
                          "memory_bytes is %" PRIu64 " and copy_latency_ns %" PRId64
                          "; memory must be positive, and latency from 0 to an hour",

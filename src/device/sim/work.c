@@ -1,5 +1,6 @@
 /* Work for a stream of the simulated device: copies, poison, expansion, computing.
  * Each checks that the device memory it names is live. Lock: the device's. */
+#include <math.h>
 #include <inttypes.h>
 
 #include "base/arith.h"
@@ -7,7 +8,6 @@
 #include "device/expand.h"
 #include "device/sim/sim.h"
 
-enum { EXPAND_SHIFT = 10 }; /* expansion brings 1 TB/s */
 
 /* foreign: the device's side of the copy is memory that it did not allocate. */
 static sth_status copy(sth_backend_device *device, int link, void *dst, const void *src, uint64_t bytes,
@@ -76,7 +76,7 @@ sth_status sthi_sim_expand(sth_backend_device *device, const sth_expand *e, sth_
     if (status == STH_OK && bytes.part) status = sthi_sim_check_live(d, e->part, bytes.part);
     STHI_EXPAND_PARTS(MUST_LIVE)
 #undef MUST_LIVE
-    uint64_t takes = sthi_min_u64(e->place_bytes >> EXPAND_SHIFT, SIM_LONGEST_NS);
+    double takes = fmin((double)e->place_bytes * 1e9 / (double)d->options.expand_bytes_per_s, (double)SIM_LONGEST_NS);
     sim_op op = {.kind = SIM_OP_EXPAND, .expand = *e, .duration_ns = (int64_t)takes};
     if (status == STH_OK) status = sthi_sim_submit_to(d, stream, op);
     sthi_unlock(&d->lock);

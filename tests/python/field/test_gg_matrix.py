@@ -379,36 +379,63 @@ def test_240_a_use_of_an_offloaded_pipeline_is_that_of_the_plain_one(use, kind):
 # ---------------------------------------------------------------------- several pipelines, files, parts that come
 
 
-def controlnet_of(pipe):
-    """A pipeline with a ControlNet, over the models of `pipe`."""
-    from diffusers import ControlNetModel, StableDiffusionControlNetPipeline
+CONTROLLED = {"sd": "StableDiffusionControlNetPipeline", "sdxl": "StableDiffusionXLControlNetPipeline",
+              "flux": "FluxControlNetPipeline", "sd3": "StableDiffusion3ControlNetPipeline"}
+
+
+def controlnet_for(kind):
+    """With values that are those of no other part, and in which no layer is left at zero."""
+    import diffusers
 
     torch.manual_seed(7)
-    net = ControlNetModel.from_unet(hosts.made("sd").unet, conditioning_embedding_out_channels=(16, 32)).eval()
+    plain = hosts.made(kind)
+    if kind in ("sd", "sdxl"):
+        net = diffusers.ControlNetModel.from_unet(plain.unet, conditioning_embedding_out_channels=(16, 32))
+    elif kind == "flux":
+        net = diffusers.FluxControlNetModel.from_transformer(
+            plain.transformer, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2)
+    else:
+        net = diffusers.SD3ControlNetModel.from_transformer(plain.transformer, num_layers=2,
+                                                             num_extra_conditioning_channels=0)
     with torch.no_grad():
         for param in net.parameters():
             param.add_(torch.randn_like(param) * 0.02)
-    other = StableDiffusionControlNetPipeline.from_pipe(pipe, controlnet=net)
+    return net.eval()
+
+
+def controlled_of(pipe, kind, net):
+    """A pipeline with a ControlNet, over the models of `pipe`."""
+    import diffusers
+
+    other = getattr(diffusers, CONTROLLED[kind]).from_pipe(pipe, controlnet=net)
     other.set_progress_bar_config(disable=True)
     return other
 
 
-def test_240_a_controlnet_joins_a_pipeline_that_is_offloaded():
+def under_control(pipe, kind):
+    picture = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    sizes = {"height": 32, "width": 32}
+    torch.manual_seed(0)  # some encode the picture without their generator
+    return hosts.called(pipe, kind, image=picture, control_image=picture, controlnet_conditioning_scale=0.8, **sizes)
+
+
+@pytest.mark.parametrize("kind", CONTROLLED if s.FULL else ("sd",))
+def test_240_a_controlnet_joins_a_pipeline_that_is_offloaded(kind):
     """`from_pipe` shares all models but one, which comes below the cap of the others."""
-    with offloaded_pair("sd", spare=300_000) as (pipe, plain):
-        controlled, plainly = controlnet_of(pipe), controlnet_of(plain)
-        plainly.controlnet = s.aligned_copy(plainly.controlnet)
-        with pytest.raises(stagehand.StagehandError, match="vae, text_encoder, unet.*leave vram_budget and device out"):
+    with offloaded_pair(kind, spare=600_000) as (pipe, plain):
+        nets = [controlnet_for(kind), s.aligned_copy(controlnet_for(kind))]
+        controlled, plainly = (controlled_of(one, kind, net) for one, net in zip((pipe, plain), nets))
+        with pytest.raises(stagehand.StagehandError, match="vae, text_encoder.*leave vram_budget and device out"):
             offload(controlled, "1GB")
         with offload(controlled) as joined:
-            assert set(joined.runtimes) == {"vae", "text_encoder", "unet", "controlnet"}
+            assert set(joined.runtimes) == {*hosts.models(pipe), "controlnet"}
             for _ in range(2):
-                assert s.same(hosts.called(controlled, "controlled"), hosts.called(plainly, "controlled"))
-                assert s.same(hosts.called(pipe, "sd"), hosts.called(plain, "sd"))
+                assert s.same(under_control(controlled, kind), under_control(plainly, kind))
+                assert s.same(hosts.called(pipe, kind), hosts.called(plain, kind))
             runtimes = joined.runtimes.values()
             assert len({id(runtime.session.target.core) for runtime in runtimes}) == 1
         assert joined.runtimes["controlnet"].mode == "shutdown"
-        assert s.same(hosts.called(pipe, "sd"), hosts.called(plain, "sd"))
+        assert s.same(hosts.called(pipe, kind), hosts.called(plain, kind))
 
 
 def test_240_two_pipelines_with_one_text_encoder_below_one_cap():
