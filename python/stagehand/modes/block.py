@@ -14,6 +14,7 @@ import functools
 import logging
 import os
 import re
+import threading
 import warnings
 
 from torch.utils import _pytree
@@ -88,6 +89,9 @@ def targets_of(blocks) -> list[tuple[str, nn.Module, str]]:
     return targets
 
 
+_plain = threading.local()  # runtime: whose model this thread calls as it is, with its parts, before it has opened
+
+
 class _OpensAtCall(Opener):
     """Stands as the forward of the model, or of a part of it, until the runtime opens: pipelines call a model's parts
     alone (`vae.decode()` calls the decoder)."""
@@ -109,9 +113,15 @@ class _OpensAtCall(Opener):
 
     def __call__(self, *args, **kwargs):
         exchanged = self._exchanged()
-        if exchanged is not None:
-            self._refuse_to_part(exchanged, args, kwargs)
-            return self.inner(*args, **kwargs)
+        outer = getattr(_plain, "runtime", None)
+        if exchanged is not None or outer is self.runtime:
+            if exchanged is not None:
+                self._refuse_to_part(exchanged, args, kwargs)
+            _plain.runtime = self.runtime
+            try:
+                return self.inner(*args, **kwargs)
+            finally:
+                _plain.runtime = outer
         try:
             session = self.runtime.prepare()
         except InvalidStateTransitionError:
@@ -136,7 +146,9 @@ class _OpensAtCall(Opener):
     def _refuse_to_part(self, name: str, args, kwargs) -> None:
         """Such a call is plain, which it can be on one device."""
         tensors = [*self.module.parameters(), *self.module.buffers(), *_pytree.tree_leaves((args, kwargs))]
-        if len({tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)}) > 1:
+        with torch._C.DisableTorchFunctionSubclass():  # a class of the caller's may refuse to be asked
+            devices = {tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)}
+        if len(devices) > 1:
             raise InvalidStateTransitionError(
                 f"{name} is another tensor than the model's own (torch.func.functional_call puts those there) at the "
                 f"model's first call, which would take the model over: call runtime.prepare() before", object=name)

@@ -514,13 +514,14 @@ class Steps:
                 return self.watch_outputs(out)
         self._backward_seen = False  # one inside the pass is over: that through its outputs is to come
         graph = None
-        for i, tensor in enumerate(_differentiable(out)):
-            if i == MAX_WATCHED:
-                return
-            if graph is None:
-                graph = self.graph()
-                graph.pending += 1
-            tensor.grad_fn.register_prehook(graph)
+        with torch._C.DisableTorchFunctionSubclass():  # a class of the caller's does not see what is read here
+            for i, tensor in enumerate(_differentiable(out)):
+                if i == MAX_WATCHED:
+                    return
+                if graph is None:
+                    graph = self.graph()
+                    graph.pending += 1
+                tensor.grad_fn.register_prehook(graph)
 
     def backward_through(self, graph: Graph) -> None:
         """A backward has come to something that `graph` stands for."""

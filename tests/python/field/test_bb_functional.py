@@ -254,6 +254,18 @@ def test_214_block_mode_that_has_not_opened_runs_exchanged_weights_plainly():
         assert runtime.session is not None
 
 
+def test_214_block_mode_does_not_open_inside_a_call_that_is_plain():
+    """Also where one weight is exchanged, and parts that come before and behind it have all of theirs."""
+    net, ref = made("raw", False)
+    with managed("block", net, 4 * s.nbytes(net)) as runtime:
+        for name, value in list(ref.named_parameters()):
+            given = {name: value.detach() * 2}
+            assert s.same(func.functional_call(net, given, (X,)), func.functional_call(ref, given, (X,))), name
+            assert runtime.session is None, name
+        agrees(net, ref, "grad")
+        assert runtime.session is not None
+
+
 def test_214_linearize_is_refused_with_what_to_use():
     net, ref = made("dtype", True)
     p.managed(net, 4 * s.nbytes(net))
@@ -599,8 +611,8 @@ def test_214_the_list_of_a_recurrent_layer_has_its_own_weights_after_the_end(mod
     """functional_call leaves the weights that it gave in that list until the layer's next pass."""
     net = Recurrent()
     with managed(mode, net, 4 * s.nbytes(net)) as runtime:
-        if card.ON_CARD and mode == "block":
-            runtime.prepare()
+        if mode == "block":
+            runtime.prepare()  # it does not open in the call below
         given = {name: q.detach() * 0.5 for name, q in list(net.named_parameters())[-3:]}
         with torch.no_grad():
             func.functional_call(net, given, (card.there(torch.randn(3, 2, D)),))

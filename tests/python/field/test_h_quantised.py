@@ -6,7 +6,7 @@ import card
 import pytest
 import support as s
 import torch
-from pairs import Row, Shrinking, agree, both, cuda, ends, managed, pair, same_weights  # noqa: F401
+from pairs import Row, Shrinking, agree, blocks, both, cuda, ends, managed, pair, same_grads, same_weights  # noqa: F401
 from torch import nn
 from torch.nn import functional as F
 
@@ -261,3 +261,85 @@ def test_own_a_wrapper_subclass_stays_by_name_and_all_else_streams():
             x = torch.randn(2, 48)
             assert torch.allclose(model(x), ref(x), atol=1e-5)
     assert s.runtime(model).stats["copies"] > 5 and type(model[2].weight.data) is Doubled
+
+
+class OnlyLinear(torch.Tensor):
+    """Linear takes it, and it refuses all else that is asked of it, attributes too: so are ExpandedWeights."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is not F.linear:
+            raise RuntimeError(f"not for {func}")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Ending(Row):
+    """Its output is of that class."""
+
+    def forward(self, x):
+        return super().forward(x).as_subclass(OnlyLinear)
+
+
+def _in_place_of_a_weight(net, weight, x):
+    return torch.func.functional_call(net, {"blocks.1.weight": torch.Tensor._make_subclass(OnlyLinear, weight)}, (x,))
+
+
+def _put_there(net, weight, x):
+    layer = net.blocks[1]
+    before = layer._parameters["weight"]
+    layer._parameters["weight"] = torch.Tensor._make_subclass(OnlyLinear, weight)
+    out = net(x)
+    layer._parameters["weight"] = before
+    return out + net(x)
+
+
+def _as_input(net, weight, x):
+    return net(torch.Tensor._make_subclass(OnlyLinear, x))
+
+
+@card.on_the_host
+@pytest.mark.parametrize("use", [_in_place_of_a_weight, _put_there, _as_input])
+@pytest.mark.parametrize("mode", ["layers", "blocks", "blocks that have not opened"])
+def test_own_a_tensor_of_a_class_that_refuses_to_be_asked_is_used_as_it_is(use, mode):
+    """Nothing of stagehand's asks it through its class, which would see that, and here refuse it."""
+    if mode == "layers":
+        model, ref = pair(Row, [nn.Linear(48, 48) for _ in range(6)], 2, 48)
+    else:
+        model = s.made(Row, [nn.Linear(48, 48) for _ in range(6)], 2, 48, frozen=False)
+        ref = s.aligned_copy(model)
+        runtime = blocks(model)
+        if mode == "blocks":
+            runtime.prepare()
+    weight, x = torch.randn(48, 48), torch.randn(2, 48)
+    for _ in range(3):
+        got, want = (use(net, weight, x) for net in (model, ref))
+        assert s.same(got, want)
+    same_weights(model, ref)
+
+
+@card.on_the_host
+def test_own_an_output_of_a_class_that_refuses_to_be_asked_trains():
+    model, ref = pair(Ending, [nn.Linear(48, 48) for _ in range(6)], 2, 48)
+    x = torch.randn(2, 48)
+    for _ in range(3):
+        for net in (model, ref):
+            out = net(x)
+            with torch._C.DisableTorchFunctionSubclass():
+                out.sum().backward()
+    assert model.blocks[0].weight.grad is not None
+    same_grads(model, ref)
+
+
+@card.on_the_host
+def test_own_gradients_of_each_sample_by_expanded_weights():
+    from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+
+    model, ref = pair(Row, [nn.Linear(48, 48) for _ in range(6)], 4, 48)
+    x = torch.randn(4, 48)
+    for _ in range(2):
+        for net in (model, ref):
+            call_for_per_sample_grads(net, batch_size=4, loss_reduction="sum")(x).sum().backward()
+        for mine, theirs in zip(model.parameters(), ref.parameters()):
+            assert s.same(mine.grad_sample, theirs.grad_sample)
+            mine.grad_sample = theirs.grad_sample = None
