@@ -7,6 +7,7 @@ import io
 import pickle
 import threading
 
+import card
 import children
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from test_lossless import agree, budget_of, forward, noise, odd_values, wide, wr
 from torch import nn
 
 SIM = {"device": "sim"}
+# test_lossless.py runs packed weights on a card.
+pytestmark = pytest.mark.skipif(card.ON_CARD, reason="reads and writes beside a twin on the host")
 
 
 def folded(model) -> set:

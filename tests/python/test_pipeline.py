@@ -214,3 +214,25 @@ def test_models_open_where_the_process_has_taken_memory_since_the_cap_was_counte
         assert sum(runtime.stats["budget"] for runtime in offloaded.runtimes.values()) < cap
     with pytest.raises(stagehand.StagehandOOMError, match="vae of the pipeline: .*the smallest budget that can work"):
         offload(pipe, 2 * KB, device="sim")
+
+
+def test_adapters_come_where_the_rest_of_the_process_leaves_no_room(pair):
+    pipe, plain = pair
+    cap, x = 2_600 * KB, torch.randn(4, 64)
+    with offload(pipe, cap, device=stagehand.Device("sim", memory_bytes=4 * cap)) as offloaded:
+        allocator = with_activations(pipe, offloaded)
+        with allocator.room(cap):
+            assert same(pipe(x), plain(x)) and same(pipe(x), plain(x))
+            for block in pipe.image.blocks:
+                block.adapter = nn.Linear(64, 16)
+            stays = offloaded.runtimes["image"].session.stay
+            before = stays.reserved
+            for _ in range(2):
+                assert same(pipe(x), plain(x))
+            assert stays.reserved > before and not allocator.failures
+    with offload(pipe, 150 * KB, device=stagehand.Device("sim", memory_bytes=4 * cap)) as offloaded:
+        allocator = with_activations(pipe, offloaded)
+        with allocator.room(150 * KB):
+            pipe.image.blocks[0].large = nn.Linear(64, 500)
+            with pytest.raises(stagehand.StagehandOOMError, match="came after wrapping.*Raise the budget"):
+                pipe(x)

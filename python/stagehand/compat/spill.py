@@ -281,8 +281,9 @@ class ActivationTransferEngine(NotCopied):
 
     def drain(self) -> None:
         """Waits for all copies; what came back is off the host."""
-        for record in list(self._spilling):
-            record.completion.synchronize()
+        for record in self._spilling:
+            if record.completion is not None:  # else it has been finalized since
+                record.completion.synchronize()
         self._reap(0)
 
 

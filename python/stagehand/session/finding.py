@@ -96,6 +96,17 @@ class Finding:
         if self.turns is not None:
             session.budget = max(session.budget, self._least_in_turn())
 
+    def afford(self, reserved: int) -> bool:
+        """Weights came that stay on the device, where all of them take `reserved` bytes now. Whether the budget is one
+        that works with them: it is raised to the smallest such, unless the models that take turns may not have that."""
+        session = self.session
+        least = session.core.smallest_budget() - session.core.reserved + reserved
+        if self.held or (self.turns is not None and self.turns.own is not None and least > self.turns.own):
+            return False
+        if least > session.budget:
+            session.budget = self._set(least)
+        return session.budget >= least
+
     def _least_in_turn(self) -> int:
         """A model works with it, though what else the process has there now leaves less: its step goes above the cap
         then. 0 where all that the models may have would not be enough."""

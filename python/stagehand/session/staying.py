@@ -305,7 +305,7 @@ class Staying:
         if self._steps.is_open and session.streaming:
             session.core.step_pause()
         try:
-            self.asking(session.core.set_reserved, nbytes)
+            self._set_reserved(nbytes)
         except StagehandOOMError as error:
             if nbytes <= self.reserved:
                 raise
@@ -314,6 +314,15 @@ class Staying:
             session.regions.look_again()
         session.core.soften(session.trained.beside())
         self.count(items)
+
+    def _set_reserved(self, nbytes: int) -> None:
+        session = self._session
+        try:
+            self.asking(session.core.set_reserved, nbytes)
+        except StagehandOOMError:
+            if session.finding is None or nbytes <= self.reserved or not session.finding.afford(nbytes):
+                raise
+            self.asking(session.core.set_reserved, nbytes)
 
     def _bytes_of(self, items: list[relocate.Item]) -> int:
         """What these take on the device, with the pool of experts, and with gradients and states of weights that are

@@ -9,6 +9,7 @@ import os
 import pytest
 import support as s
 import torch
+from card import TORCH, there
 from torch import nn
 from worlds import BLOCKS, infer, needs_cuda, run
 
@@ -271,7 +272,7 @@ def test_228_before_block_brings_a_block_that_stays_until_after_block():
     states = ResidencyMap(registry(net))
     scheduler = made_scheduler(net, residency=states, policy=policy, telemetry=told, guards=NumericGuard(),
                                transfer_engine=AsyncTransferEngine(pool, max_inflight=1))
-    x = torch.randn(3, 48)
+    x = there(torch.randn(3, 48))
     with torch.no_grad():
         for step in range(3):
             assert s.same(driven(net, scheduler, x, step), ref(x))
@@ -315,7 +316,7 @@ def test_228_a_driven_model_trains_as_a_plain_one():
     ref = s.aligned_copy(net)
     scheduler = made_scheduler(net, policy=StaticLookaheadPolicy(1))
     scheduler.protect_blocks(["blocks.1"])
-    x = torch.randn(3, 48)
+    x = there(torch.randn(3, 48))
     for step in range(3):
         outs = [driven(net, scheduler, x, step), ref(x)]
         for one, out in zip((net, ref), outs):
@@ -334,7 +335,7 @@ def test_228_watermarks_and_window_of_the_parts_count():
     scheduler = StagehandScheduler(registry(net), budget=BudgetManager(5, 3), policy=policy, device=s.device(1 << 26))
     config = scheduler.runtime.config
     assert (config.policy, config.vram_high_watermark_mb, config.vram_low_watermark_mb) == ("static", 5, 3)
-    x, least = torch.randn(2, 160), []
+    x, least = there(torch.randn(2, 160)), []
     with torch.no_grad():
         for step in range(2):
             driven(net, scheduler, x, step)
@@ -468,8 +469,8 @@ def test_228_the_hook_context_is_the_runtimes():
     config = ActivationStagehandConfig(enabled=True, vram_high_watermark_mb=0, vram_low_watermark_mb=0,
                                        slabs_per_class=None, max_inflight_d2h=8, recompute_cheap=False)
     runtime = ActivationRuntime(config, s.device(1 << 28), smallest=1024)
-    net, ref = s.made(s.Stack, 3, 64, frozen=False), s.made(s.Stack, 3, 64, frozen=False)
-    x = torch.randn(256, 64)
+    net, ref = (s.made(s.Stack, 3, 64, frozen=False).to(TORCH) for _ in range(2))
+    x = there(torch.randn(256, 64))
     context = ActivationHookContext(runtime)
     with context:
         net(x).pow(2).sum().backward()
