@@ -228,14 +228,20 @@ static world_spec many(uint64_t budget) {
     return spec;
 }
 
+/* The same, of units that may be written. */
+static world_spec many_writable(uint64_t budget) {
+    world_spec spec = many(budget);
+    spec.read_only = false;
+    spec.flags = STH_UNIT_WATCHED;
+    return spec;
+}
+
 /* The link is the bound: units stay packed, less crosses it than with as many bytes of the budget for plain residents,
  * as the plan says, and each use sees its bytes, also after a write, a smaller budget and a larger one. */
 static void units_stay_packed_where_the_link_is_the_bound(void **state) {
     (void)state;
     world w;
-    world_spec spec = many(614000);
-    spec.read_only = false;
-    spec.flags = STH_UNIT_WATCHED;
+    world_spec spec = many_writable(614000);
     assert_ok(world_open(&w, &spec));
     for (int k = 0; k < 8; k++) assert_ok(world_step(&w, many_order, MANY, 1000));
     uint64_t stays = packed_bytes_of(&w), before = stats_of(&w).h2d_bytes;
@@ -381,9 +387,7 @@ static uint32_t dropped(world *w) {
 static void plain_images_come_and_go(void **state) {
     (void)state;
     world w;
-    world_spec spec = many(614000);
-    spec.read_only = false;
-    spec.flags = STH_UNIT_WATCHED;
+    world_spec spec = many_writable(614000);
     assert_ok(world_open(&w, &spec));
     for (uint8_t version = 1; version < 5; version++) {
         bool wild = version == 3, kept;

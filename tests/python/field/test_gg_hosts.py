@@ -35,15 +35,6 @@ def one_thread():
         yield
 
 
-@pytest.fixture
-def ending():
-    """A list of runtimes that the end of the test shuts down."""
-    runtimes = []
-    yield runtimes
-    for runtime in runtimes:
-        runtime.shutdown()
-
-
 def on_a_card(session) -> None:
     """The simulated device's tensors are the host's, so that nobody could tell the answers apart: it gets a card's
     name. For questions alone, not for passes."""

@@ -30,14 +30,6 @@ def one_thread():
     torch.compiler.reset()
 
 
-@pytest.fixture
-def ending():
-    runtimes = []
-    yield runtimes
-    for runtime in runtimes:
-        runtime.shutdown()
-
-
 def pair(build, ending, spare=0):
     model = build()
     ref = s.aligned_copy(model)
